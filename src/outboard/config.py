@@ -1,0 +1,69 @@
+"""Configuration: small frozen structs, one a component. A component gets its own part, never the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from outboard.errors import ConfigError
+
+__all__ = ["EngineConfig", "FaultConfig", "TransportConfig"]
+
+
+class FaultConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long to wait for an engine core before it is given up. All times in seconds.
+
+    Attributes:
+        startup_timeout: from the start of the process until READY. Loading large weights takes minutes, hence 600.
+        shutdown_timeout: from the request to stop until the process is killed.
+    """
+
+    startup_timeout: float = 600.0
+    shutdown_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("startup_timeout", "shutdown_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be a positive number of seconds, not {getattr(self, name)!r}")
+
+
+class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of the sockets between a client and its engine cores.
+
+    Attributes:
+        high_water_mark: messages that ZeroMQ holds for each direction before the sender keeps them itself.
+            ZeroMQ's own default.
+        max_message_bytes: a peer that sends a larger message is disconnected.
+        inline_bytes: arrays up to this size travel inside the message body; larger ones as frames of their own,
+            which ZeroMQ does not copy from 64 KiB on (below that it copies anyway).
+        stream_buffer_bytes: results that one stream holds for a reader that is behind; past it that stream ends with
+            `SlowReaderError`. Tokens do not count: they merge.
+    """
+
+    high_water_mark: int = 1000
+    max_message_bytes: int = 4 << 30
+    inline_bytes: int = 64 << 10
+    stream_buffer_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)!r}")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to run, and how.
+
+    Attributes:
+        engine: the name of an engine that comes along ("openvino", "echo", "mock"), "module:Class", "path.py:Class",
+            or an `EngineCore` class that can be imported from its module.
+        options: keyword arguments of the engine's constructor; any msgpack values.
+        faults: time limits of start-up and shutdown.
+        transport: limits of the sockets.
+    """
+
+    engine: str | type[Any]
+    options: dict[str, Any] = {}
+    faults: FaultConfig = FaultConfig()
+    transport: TransportConfig = TransportConfig()

@@ -1,0 +1,233 @@
+"""`EngineCore`: the one class that an engine author writes. Nothing here knows of processes or sockets."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from outboard.protocol.messages import EngineCoreRequest, EngineInfo, OutputExtras, SchedulerStats
+from outboard.protocol.sampling import FinishReason
+
+__all__ = ["EngineCore", "OutputBatch", "Tokenizer", "utility", "utility_methods"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UTILITY_MARK = "__outboard_utility__"
+
+
+class Tokenizer(Protocol):
+    """What a front end needs to turn text into tokens and back. Called in the front end, never in the engine core.
+
+    Attributes:
+        eos_token_ids: tokens that end a completion.
+        max_token_chars: the most characters that one token can stand for; bounds a prompt before it is encoded.
+    """
+
+    eos_token_ids: Sequence[int]
+    max_token_chars: int
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
+        """The texts of several sequences at once; bytes that are no whole character yet show as U+FFFD."""
+        ...
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str: ...
+
+
+class OutputBatch:
+    """Collects what steps produce, as columns ready for the wire. The busy loop owns it and hands it to `step`.
+
+    Requests that were aborted or have finished are skipped quietly: an engine need not be quicker than its users.
+    """
+
+    __slots__ = ("_arrivals", "_handles_by_id", "counts", "extras", "finished", "handles", "tokens")
+
+    def __init__(self) -> None:
+        self._handles_by_id: dict[str, int] = {}
+        self._arrivals: dict[str, float] = {}
+        self.clear()
+
+    # --- for an engine's step ---
+
+    def extend(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        """Adds one token to each of these requests: the fast way.
+
+        Args:
+            request_ids: requests that are in the engine.
+            token_ids: one plain int a request, in the same order.
+        """
+        handles = self.handles
+        before = len(handles)
+        try:
+            handles.extend(map(self._handles_by_id.__getitem__, request_ids))
+        except KeyError:
+            del handles[before:]
+            for request_id, token_id in zip(request_ids, token_ids, strict=True):
+                self.add(request_id, (token_id,))
+            return
+        self.tokens.extend(token_ids)
+        if len(handles) - before != len(token_ids):
+            raise ValueError(f"extend() got {len(request_ids)} request ids but {len(token_ids)} tokens")
+        if self.counts is not None:
+            self.counts.extend([1] * len(token_ids))
+
+    def add(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] = (),
+        finish_reason: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+        logprobs: list[dict[int, float]] | None = None,
+        result: Any = None,
+        error: str | None = None,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        """Adds whatever one request produced.
+
+        Args:
+            request_id: a request that is in the engine.
+            token_ids: its new tokens, plain ints; may be empty.
+            finish_reason: set where this ends the request: "stop", "length", "abort" or "error".
+            stop_reason: the token or string that stopped it.
+            logprobs: one dict a token: token id -> log probability.
+            result: output of an engine that is not a language model; any msgpack value.
+            error: why it ended with "error".
+            num_cached_tokens: prompt tokens that the prefix cache served.
+        """
+        handle = self._handles_by_id.get(request_id)
+        if handle is None:
+            return
+        count = len(token_ids)
+        if count != 1 and self.counts is None:
+            self.counts = [1] * len(self.handles)
+        position = len(self.handles)
+        self.handles.append(handle)
+        self.tokens.extend(token_ids)
+        if self.counts is not None:
+            self.counts.append(count)
+        if finish_reason is not None:
+            if self.finished is None:
+                self.finished = []
+            self.finished.append((position, finish_reason, stop_reason))
+            self.close(request_id)
+        if logprobs:
+            self._extras().logprobs[position] = logprobs
+        if result is not None:
+            self._extras().results[position] = result
+        if error is not None:
+            self._extras().errors[position] = error
+        if num_cached_tokens:
+            self._extras().num_cached_tokens[position] = num_cached_tokens
+
+    def scheduled(self, request_id: str) -> None:
+        """Says that a request left the waiting queue; its queue time is taken. Only the first call counts."""
+        arrival = self._arrivals.pop(request_id, None)
+        if arrival is not None:
+            self.add(request_id)
+            self._extras().queue_times[len(self.handles) - 1] = time.monotonic() - arrival
+
+    # --- for the busy loop ---
+
+    def open(self, request_id: str, handle: int) -> None:
+        """From now on the engine may produce for this request."""
+        self._handles_by_id[request_id] = handle
+        self._arrivals[request_id] = time.monotonic()
+
+    def close(self, request_id: str) -> None:
+        """From now on whatever the engine produces for this request is skipped."""
+        self._handles_by_id.pop(request_id, None)
+        self._arrivals.pop(request_id, None)
+
+    @property
+    def open_requests(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return list(self._handles_by_id)
+
+    def __len__(self) -> int:
+        """How many requests have not ended."""
+        return len(self._handles_by_id)
+
+    def clear(self) -> None:
+        """Forgets the columns, not the open requests."""
+        self.handles: list[int] = []
+        self.tokens: list[int] = []
+        self.counts: list[int] | None = None
+        self.finished: list[tuple[int, FinishReason, int | str | None]] | None = None
+        self.extras: OutputExtras | None = None
+
+    def _extras(self) -> OutputExtras:
+        if self.extras is None:
+            self.extras = OutputExtras(logprobs={}, results={}, errors={}, queue_times={}, num_cached_tokens={})
+        return self.extras
+
+
+def utility(method: F) -> F:
+    """Marks a method of an `EngineCore` as callable from a client. No other method can be called from outside."""
+    setattr(method, _UTILITY_MARK, True)
+    return method
+
+
+def utility_methods(engine: EngineCore | type[EngineCore]) -> Iterable[str]:
+    """Names of an engine's `@utility` methods, sorted."""
+    cls = engine if isinstance(engine, type) else type(engine)
+    return sorted(name for name in dir(cls) if getattr(getattr(cls, name, None), _UTILITY_MARK, False))
+
+
+class EngineCore(ABC):
+    """An inference engine that can take one step at a time. Synchronous; every method is called from one thread.
+
+    The constructor's keyword arguments are the engine's options: their names, annotations and defaults are what
+    `outboard engines` lists and what `EngineConfig.options` is checked against. It loads the model; when it returns,
+    the engine is ready. Import heavy libraries there, not at the top of the module.
+
+    Attributes:
+        lockstep: True where the ranks of a data-parallel group must step together.
+    """
+
+    lockstep: ClassVar[bool] = False
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Takes a request in; it is worked on by later steps.
+
+        Raises:
+            InvalidRequestError: the request cannot be served; it alone fails, with this message. So it does with any
+                other exception.
+        """
+
+    @abstractmethod
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Drops these requests and frees what they hold. Unknown ids are no error."""
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether `step` should be called. With no work the process sleeps until something arrives."""
+
+    @abstractmethod
+    def step(self, outputs: OutputBatch) -> None:
+        """One step, such as one forward pass; puts what it produced into `outputs`.
+
+        An exception here ends the engine core: its state is unknown. A request that fails alone is ended with
+        `outputs.add(request_id, finish_reason="error", error=...)`.
+        """
+
+    def info(self) -> EngineInfo:
+        """What to tell the front end once the engine is ready. Default: nothing."""
+        return EngineInfo()
+
+    def scheduler_stats(self) -> SchedulerStats | None:
+        """Load, read after steps. Default None: the number of open requests counts as running."""
+        return None
+
+    def shutdown(self) -> None:
+        """Frees what the engine holds; called once, at the end, with all requests aborted. Default: nothing."""
+
+    @classmethod
+    def tokenizer(cls, options: dict[str, Any]) -> Tokenizer | None:
+        """The tokenizer for these options, built in the front end, in a thread; must not load weights.
+
+        Default None: prompts must be token ids, and outputs have no text.
+        """
+        return None

@@ -1,0 +1,207 @@
+"""Every exception that Outboard raises on purpose.
+
+OutboardError
+ ├── ConfigError                 the configuration cannot work (a ValueError)
+ │    ├── EngineNotFoundError    no such engine; names those there are
+ │    ├── EngineOptionError      unknown or wrongly typed engine option; names the constructor's
+ │    └── ModelFileError         a model file is missing, truncated or not what it should be
+ ├── InvalidRequestError         this request cannot be served as it is (a ValueError)
+ │    ├── PromptTooLongError     the prompt exceeds what the model allows
+ │    └── DuplicateRequestError  the request id is in flight already
+ ├── RequestFailedError          the engine ended this one request with an error
+ ├── SlowReaderError             this stream's reader fell too far behind
+ ├── UtilityError                a utility call failed; the engine lives
+ │    ├── UtilityNotFoundError   no such @utility method; names those there are
+ │    ├── UtilityTimeoutError    no answer within the caller's timeout (a TimeoutError)
+ │    └── RemoteError            the method raised; carries its type, message and traceback
+ ├── ProtocolError               a peer sent something that this version cannot take
+ └── EngineDeadError             the engine core is gone; says which, how and why
+      ├── EngineStartupError     it died or was refused before it was ready
+      │    └── EngineStartupTimeout
+      └── ClientClosedError      the client was shut down; nothing died
+"""
+
+from __future__ import annotations
+
+import signal as _signal
+from typing import Self
+
+__all__ = [
+    "ClientClosedError",
+    "ConfigError",
+    "DuplicateRequestError",
+    "EngineDeadError",
+    "EngineNotFoundError",
+    "EngineOptionError",
+    "EngineStartupError",
+    "EngineStartupTimeout",
+    "InvalidRequestError",
+    "ModelFileError",
+    "OutboardError",
+    "PromptTooLongError",
+    "ProtocolError",
+    "RemoteError",
+    "RequestFailedError",
+    "SlowReaderError",
+    "UtilityError",
+    "UtilityNotFoundError",
+    "UtilityTimeoutError",
+]
+
+
+class OutboardError(Exception):
+    """Base of every error of this library."""
+
+
+class ConfigError(OutboardError, ValueError):
+    """The configuration cannot work; nothing was started, or what was started has been stopped."""
+
+
+class EngineNotFoundError(ConfigError):
+    """No engine of this name. The message names those there are."""
+
+
+class EngineOptionError(ConfigError):
+    """An option is unknown to the engine's constructor, missing, or of the wrong type."""
+
+
+class ModelFileError(ConfigError):
+    """A model file is missing, truncated, or not what its catalogue entry says."""
+
+
+class InvalidRequestError(OutboardError, ValueError):
+    """This request cannot be served as it is. The engine and all other requests are unaffected."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt is longer than the model allows."""
+
+
+class DuplicateRequestError(InvalidRequestError):
+    """A request with this id is in flight already."""
+
+
+class RequestFailedError(OutboardError):
+    """The engine ended this one request with an error; others go on."""
+
+
+class SlowReaderError(OutboardError):
+    """The reader of one stream fell behind by more than `stream_buffer_bytes`; that stream alone ends."""
+
+
+class UtilityError(OutboardError):
+    """A utility call failed. The engine lives."""
+
+
+class UtilityNotFoundError(UtilityError):
+    """The engine has no `@utility` method of this name. The message names those it has."""
+
+
+class UtilityTimeoutError(UtilityError, TimeoutError):
+    """A utility call was not answered in time. A late answer is dropped."""
+
+
+class RemoteError(UtilityError):
+    """A utility method raised in the engine core.
+
+    Attributes:
+        remote_type: the exception's type, as `module.Class`.
+        remote_message: its text.
+        remote_traceback: the formatted traceback of the engine core.
+    """
+
+    def __init__(self, remote_type: str, remote_message: str, remote_traceback: str) -> None:
+        super().__init__(f"{remote_type}: {remote_message}")
+        self.remote_type = remote_type
+        self.remote_message = remote_message
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        return f"{self.remote_type}: {self.remote_message}\n\nIn the engine core:\n{self.remote_traceback.rstrip()}"
+
+
+class ProtocolError(OutboardError):
+    """A peer sent something that this version of the protocol cannot take."""
+
+
+class EngineDeadError(OutboardError):
+    """An engine core is gone, and what waited for it has ended.
+
+    Every waiter gets an instance of its own (see `copy`), so that tracebacks do not pile up on a shared one.
+
+    Attributes:
+        reason: one line that says what happened.
+        rank: index of the engine core in its group.
+        pid: process id of the engine core, if it had one.
+        incarnation: how often this rank had been started before.
+        phase: "start-up", "running" or "stopping".
+        exit_code: its exit code: 0 or more, or minus the signal that ended it; None if it is unknown.
+        remote_type, remote_message, remote_traceback: the exception raised in the engine core, "" if there was none.
+        stderr_tail: the last lines that it wrote to stderr.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        rank: int = 0,
+        pid: int | None = None,
+        incarnation: int = 0,
+        phase: str = "running",
+        exit_code: int | None = None,
+        remote_type: str = "",
+        remote_message: str = "",
+        remote_traceback: str = "",
+        stderr_tail: str = "",
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.rank = rank
+        self.pid = pid
+        self.incarnation = incarnation
+        self.phase = phase
+        self.exit_code = exit_code
+        self.remote_type = remote_type
+        self.remote_message = remote_message
+        self.remote_traceback = remote_traceback
+        self.stderr_tail = stderr_tail
+
+    @property
+    def signal(self) -> str | None:
+        """Name of the signal that ended the engine core, such as "SIGKILL"; None if none did."""
+        return signal_name(self.exit_code)
+
+    def copy(self) -> Self:
+        """A fresh instance with the same facts and no traceback of its own."""
+        facts = {key: value for key, value in vars(self).items() if key != "reason"}
+        return type(self)(self.reason, **facts)
+
+    def __str__(self) -> str:
+        lines = [self.reason]
+        if self.remote_type:
+            lines += ["", "Raised in the engine core:", self.remote_traceback.rstrip()]
+        if self.stderr_tail:
+            lines += ["", "The last of its stderr:", self.stderr_tail.rstrip()]
+        return "\n".join(lines)
+
+
+class EngineStartupError(EngineDeadError):
+    """An engine core died, failed or was refused before it was ready."""
+
+
+class EngineStartupTimeout(EngineStartupError):
+    """An engine core was not ready within `startup_timeout`; it has been killed."""
+
+
+class ClientClosedError(EngineDeadError):
+    """The client was shut down; what still waited has ended."""
+
+
+def signal_name(exit_code: int | None) -> str | None:
+    """Name of the signal behind a negative exit code, as `subprocess` reports it; None if there is none."""
+    if exit_code is None or exit_code >= 0:
+        return None
+    try:
+        return _signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"

@@ -1,0 +1,1 @@
+"""What crosses a process boundary: messages, and how they become frames."""
