@@ -172,9 +172,11 @@ class EngineDeadError(OutboardError):
         return signal_name(self.exit_code)
 
     def copy(self) -> Self:
-        """A fresh instance with the same facts and no traceback of its own."""
+        """A fresh instance with the same facts and cause, and no traceback of its own."""
         facts = {key: value for key, value in vars(self).items() if key != "reason"}
-        return type(self)(self.reason, **facts)
+        fresh = type(self)(self.reason, **facts)
+        fresh.__cause__ = self.__cause__
+        return fresh
 
     def __str__(self) -> str:
         lines = [self.reason]

@@ -44,6 +44,12 @@ class OutputBatch:
 
     __slots__ = ("_arrivals", "_handles_by_id", "counts", "extras", "finished", "handles", "tokens")
 
+    handles: list[int]
+    tokens: list[int]
+    counts: list[int] | None
+    finished: list[tuple[int, FinishReason, int | str | None]] | None
+    extras: OutputExtras | None
+
     def __init__(self) -> None:
         self._handles_by_id: dict[str, int] = {}
         self._arrivals: dict[str, float] = {}
@@ -151,11 +157,11 @@ class OutputBatch:
 
     def clear(self) -> None:
         """Forgets the columns, not the open requests."""
-        self.handles: list[int] = []
-        self.tokens: list[int] = []
-        self.counts: list[int] | None = None
-        self.finished: list[tuple[int, FinishReason, int | str | None]] | None = None
-        self.extras: OutputExtras | None = None
+        self.handles = []
+        self.tokens = []
+        self.counts = None
+        self.finished = None
+        self.extras = None
 
     def _extras(self) -> OutputExtras:
         if self.extras is None:
@@ -221,7 +227,7 @@ class EngineCore(ABC):
         """Load, read after steps. Default None: the number of open requests counts as running."""
         return None
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> None:  # noqa: B027 - overriding it is optional
         """Frees what the engine holds; called once, at the end, with all requests aborted. Default: nothing."""
 
     @classmethod

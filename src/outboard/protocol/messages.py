@@ -344,4 +344,3 @@ class Refused(msgspec.Struct, array_like=True, tag="refused"):
     """Answer to a peer that does not belong here; `reason` names the difference."""
 
     reason: str
-

@@ -1,0 +1,45 @@
+"""Outboard runs an inference engine in a process of its own and drives it from asyncio."""
+
+from outboard._version import __version__
+from outboard.client.async_mp import AsyncMPClient
+from outboard.client.base import EngineCoreClient
+from outboard.config import EngineConfig, FaultConfig, TransportConfig
+from outboard.engine.core import EngineCore, OutputBatch, Tokenizer, utility
+from outboard.errors import *  # noqa: F403
+from outboard.errors import __all__ as _error_names
+from outboard.frontend.llm import AsyncLLM
+from outboard.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from outboard.frontend.stream import RequestStream
+from outboard.protocol.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    SchedulerStats,
+)
+from outboard.protocol.sampling import SamplingParams
+
+__all__ = [
+    "AsyncLLM",
+    "AsyncMPClient",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineCore",
+    "EngineCoreClient",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "EngineInfo",
+    "FaultConfig",
+    "OutputBatch",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestStream",
+    "SamplingParams",
+    "SchedulerStats",
+    "Tokenizer",
+    "TransportConfig",
+    "__version__",
+    "utility",
+    *_error_names,
+]

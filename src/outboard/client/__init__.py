@@ -1,0 +1,1 @@
+"""Clients: what lives in the front end and talks to engine cores."""

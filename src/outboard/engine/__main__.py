@@ -1,0 +1,5 @@
+import sys
+
+from outboard.engine.process import main
+
+sys.exit(main())

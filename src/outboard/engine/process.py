@@ -1,0 +1,216 @@
+"""The engine-core process: `python -m outboard.engine`, started by a warden (launch/warden.py).
+
+    HELLO -> INIT -> import and construct the engine -> READY -> busy loop -> shutdown
+
+The main thread runs the busy loop, the input thread receives and decodes. Where to connect comes by the environment,
+what to run by the INIT message.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from outboard._version import __version__
+from outboard.config import TransportConfig
+from outboard.engine.core import EngineCore
+from outboard.engine.loader import IMPORTING_ENGINE, bind_options, load_engine_class
+from outboard.engine.loop import BadRequest, BusyLoop, Stop, error_report
+from outboard.errors import ProtocolError
+from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
+from outboard.protocol.messages import (
+    PROTOCOL_VERSION,
+    AbortRequests,
+    AddRequest,
+    EngineCoreDead,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    Failed,
+    Hello,
+    Init,
+    Ready,
+    Refused,
+    UtilityCall,
+)
+from outboard.protocol.report import ReportPage
+from outboard.protocol.tensors import Buffer
+from outboard.transport.sockets import ControlClient, InputReceiver, OutputSender, ZmqContext, make_context
+
+__all__ = ["ENV_PREFIX", "main"]
+
+# CONTROL_ADDRESS, SESSION_TOKEN, RANK, INCARNATION and REPORT_FD travel under this prefix.
+ENV_PREFIX = "OUTBOARD_"
+
+# How long the last outputs may take to leave when the process ends, in milliseconds.
+_LINGER_MS = 1000
+
+logger = logging.getLogger("outboard.engine")
+
+
+def main() -> int:
+    """Runs an engine core until its front end stops it; the exit status: 0 after a stop, 1 after an error."""
+    faulthandler.enable()  # a native crash then leaves a Python traceback in the stderr tail
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    report = ReportPage.from_fd(int(_take_env("REPORT_FD")))
+    signal.signal(signal.SIGTERM, _exit_at_once)
+    context = make_context()
+    control = ControlClient(context, _take_env("CONTROL_ADDRESS"))
+    token = _take_env("SESSION_TOKEN")
+    encode = msgspec.msgpack.Encoder().encode
+    try:
+        init = _say_hello(control, token, int(_take_env("RANK")), int(_take_env("INCARNATION")))
+        try:
+            engine = _construct(init)
+            ready = encode(Ready(token, engine.info()))
+        except Exception as error:
+            report.write_report(error_report(error))
+            control.send(encode(Failed(token, error_report(error))))
+            return 1
+        return _serve(engine, init, context, control, ready, report)
+    finally:
+        control.close()
+        context.term()
+
+
+def _take_env(name: str) -> str:
+    """What the launcher left in the environment; removed, since an engine's own children have no business with it."""
+    return os.environ.pop(ENV_PREFIX + name)
+
+
+def _exit_at_once(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _say_hello(control: ControlClient, token: str, rank: int, incarnation: int) -> Init:
+    hello = Hello(PROTOCOL_VERSION, __version__, token, rank, incarnation, os.getpid(), os.getpgrp())
+    control.send(msgspec.msgpack.encode(hello))
+    answer: Init | Refused = MsgpackDecoder[Init | Refused](Init | Refused).decode(control.receive())
+    if isinstance(answer, Refused):
+        raise SystemExit(f"outboard: this engine core was refused: {answer.reason}")
+    return answer
+
+
+def _construct(init: Init) -> EngineCore:
+    sys.path[:] = list(dict.fromkeys([*init.sys_path, *sys.path]))
+    os.environ[IMPORTING_ENGINE] = init.engine
+    try:
+        engine_class = load_engine_class(init.engine)
+    finally:
+        del os.environ[IMPORTING_ENGINE]
+    return engine_class(**bind_options(engine_class, init.options))
+
+
+def _serve(
+    engine: EngineCore, init: Init, context: ZmqContext, control: ControlClient, ready: bytes, report: ReportPage
+) -> int:
+    limits = TransportConfig(high_water_mark=init.high_water_mark, max_message_bytes=init.max_message_bytes)
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    receiver = InputReceiver(context, init.input_address, init.identity, limits)
+    port = _Port(OutputSender(context, init.output_address, limits), init.inline_bytes)
+    threading.Thread(target=_receive, args=(receiver, inbox, init.epoch), name="outboard-input", daemon=True).start()
+    loop = BusyLoop(engine, inbox, port, rank=init.rank, epoch=init.epoch)
+    signal.signal(signal.SIGTERM, lambda signum, frame: inbox.put(Stop()))
+    # What start-up made stays for ever: the garbage collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    control.send(ready)
+    try:
+        return _run(engine, loop, init, port, report)
+    finally:
+        port.close()
+
+
+def _run(engine: EngineCore, loop: BusyLoop, init: Init, port: _Port, report: ReportPage) -> int:
+    status = 0
+    try:
+        loop.run()
+    except Exception as error:
+        logger.exception("the engine core failed")
+        report.write_report(error_report(error))
+        port.send(port.encode(EngineCoreDead(init.rank, init.epoch, error_report(error))))
+        status = 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is stopping already
+    try:
+        engine.shutdown()
+    except Exception as error:
+        logger.exception("shutdown of the engine failed")
+        if status == 0:
+            report.write_report(error_report(error))
+        status = 1
+    return status
+
+
+class _Port:
+    """The busy loop's way out: encoder and PUSH socket."""
+
+    def __init__(self, sender: OutputSender, inline_bytes: int) -> None:
+        self._sender = sender
+        self.writable = sender.writable
+        self.send = sender.send
+        self._encoder = MsgpackEncoder(inline_bytes)
+
+    def encode(self, message: EngineCoreOutputs | EngineCoreDead) -> list[Buffer]:
+        return self._encoder.encode(message)
+
+    def close(self) -> None:
+        self._sender.close(_LINGER_MS)
+
+
+# --- the input thread ------------------------------------------------------------------------------------------------
+
+
+class _Head(msgspec.Struct, array_like=True):
+    """The fields that every body begins with; what is told of a body that is otherwise undecodable."""
+
+    epoch: int
+    handle: int = -1
+
+
+def _receive(receiver: InputReceiver, inbox: SimpleQueue[Any], epoch: int) -> None:
+    """Receives and decodes until the context is terminated; what is of another epoch or makes no sense is dropped."""
+    decoders: dict[bytes, MsgpackDecoder[Any]] = {
+        EngineCoreRequestType.ADD.value: MsgpackDecoder(AddRequest),
+        EngineCoreRequestType.ABORT.value: MsgpackDecoder(AbortRequests),
+        EngineCoreRequestType.UTILITY.value: MsgpackDecoder(UtilityCall),
+    }
+    heads: MsgpackDecoder[_Head] = MsgpackDecoder(_Head)
+    while (frames := receiver.receive()) is not None:
+        try:
+            item = _decode(frames, decoders, heads)
+        except ProtocolError as error:
+            logger.warning("dropped a message to the engine core: %s", error)
+            continue
+        if item[0] == epoch:
+            inbox.put(item[1])
+        else:
+            logger.warning("dropped a message of epoch %x to the engine core; its own is %x", item[0], epoch)
+
+
+def _decode(
+    frames: Sequence[Buffer], decoders: dict[bytes, MsgpackDecoder[Any]], heads: MsgpackDecoder[_Head]
+) -> tuple[int, Any]:
+    if len(frames) < 2:
+        raise ProtocolError(f"{len(frames)} frames; a message has a type byte and a body")
+    kind = bytes(frames[0])
+    decoder = decoders.get(kind)
+    if decoder is None:
+        raise ProtocolError(f"unknown message type {kind[:8]!r}")
+    try:
+        message = decoder.decode(frames[1], frames[2:])
+    except ProtocolError as error:
+        head = heads.decode(frames[1])
+        if kind != EngineCoreRequestType.ADD.value or head.handle < 0:
+            raise
+        return head.epoch, BadRequest(head.handle, str(error))
+    return message.epoch, message

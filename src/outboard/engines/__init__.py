@@ -1,0 +1,1 @@
+"""Engines that come along. Each imports its library in its constructor."""

@@ -1,0 +1,1 @@
+"""The front end: text in, streams of text out."""

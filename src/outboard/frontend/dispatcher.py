@@ -1,0 +1,228 @@
+"""From a message's columns to the slots of its requests: the hot path of the front end.
+
+One dict lookup a token and no object. What a slot needs beyond adding the token and waking its reader (detokenization,
+call-backs, the end) is gathered and done once a message.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from outboard.errors import EngineDeadError, SlowReaderError
+from outboard.frontend.stream import RequestState, Slot
+from outboard.frontend.text import BatchDetokenizer
+from outboard.protocol.messages import EngineCoreOutputs, OutputExtras
+from outboard.protocol.sampling import FinishReason
+
+__all__ = ["Dispatcher"]
+
+logger = logging.getLogger("outboard.frontend")
+
+
+class Dispatcher:
+    """Owns the table handle -> slot; its `on_message` is the client's output sink.
+
+    Args:
+        abort_handles: ends requests in the engine core.
+        detokenizer: None where the engine has no tokenizer.
+        stream_buffer_bytes: results that one slot may hold for its reader.
+
+    Attributes:
+        requests: requests that have not ended, by the user's id.
+    """
+
+    def __init__(
+        self,
+        abort_handles: Callable[[Sequence[int]], None],
+        detokenizer: BatchDetokenizer | None,
+        stream_buffer_bytes: int,
+    ) -> None:
+        self._abort_handles = abort_handles
+        self._detokenizer = detokenizer
+        self._stream_buffer_bytes = stream_buffer_bytes
+        self._slots: dict[int, Slot] = {}
+        self.requests: dict[str, RequestState] = {}
+
+    def add(self, slot: Slot, handle: int) -> None:
+        """Enters a slot; its outputs may come from now on."""
+        slot.handle = handle
+        self._slots[handle] = slot
+        request = slot.request
+        request.slots.append(slot)
+        request.unfinished += 1
+        self.requests[request.request_id] = request
+
+    def abort(self, slots: Sequence[Slot]) -> None:
+        """Ends the slots that have not ended, with "abort"; columns that still come for them are dropped."""
+        ended = [slot for slot in slots if slot.handle in self._slots]
+        for slot in ended:
+            self._end(slot, "abort")
+        self._abort_handles([slot.handle for slot in ended])
+        self._notify(ended)
+
+    def on_message(self, message: EngineCoreOutputs | EngineDeadError) -> None:
+        """Takes a message from the client, or the error that ends everything."""
+        if not isinstance(message, EngineCoreOutputs):
+            self._fail_all(message)
+            return
+        if message.counts is not None or message.finished is not None or message.extras is not None:
+            self._dispatch_rich(message)
+            return
+        touched: list[Slot] = []
+        get = self._slots.get
+        for handle, token in zip(message.handles, message.tokens, strict=True):
+            slot = get(handle)
+            if slot is None:
+                continue
+            if slot.direct:
+                if not slot.fresh:
+                    touched.append(slot)
+                slot.fresh.append(token)
+                continue
+            token_ids = slot.token_ids
+            if token_ids is None:
+                slot.token_ids = [token]
+                if not slot.first_token_time:
+                    slot.first_token_time = time.monotonic()
+            else:
+                token_ids.append(token)
+            waiter = slot.waiter
+            if waiter is not None:
+                slot.waiter = None
+                if not waiter.done():
+                    waiter.set_result(None)
+        if touched:
+            self._advance(touched)
+
+    # --- messages with more than one token each ---
+
+    def _dispatch_rich(self, message: EngineCoreOutputs) -> None:
+        touched: dict[int, Slot] = {}
+        slots = [self._slots.get(handle) for handle in message.handles]
+        start = 0
+        for slot, count in zip(slots, message.counts or [1] * len(slots), strict=True):
+            end = start + count
+            if slot is not None and count:
+                slot.fresh += message.tokens[start:end]
+                touched[slot.handle] = slot
+            start = end
+        if message.extras is not None:
+            self._take_extras(message.extras, slots, touched)
+        for position, reason, stop_reason in message.finished or ():
+            slot = slots[position]
+            if slot is not None and slot.finish_reason is None:
+                touched[slot.handle] = slot
+                self._end(slot, reason, stop_reason)
+        self._advance(list(touched.values()))
+
+    def _take_extras(self, extras: OutputExtras, slots: list[Slot | None], touched: dict[int, Slot]) -> None:
+        for position, queue_time in extras.queue_times.items():
+            if (slot := slots[position]) is not None and slot.request.metrics.queue_time is None:
+                slot.request.metrics.queue_time = queue_time
+        for position, count in extras.num_cached_tokens.items():
+            if (slot := slots[position]) is not None:
+                slot.request.metrics.num_cached_tokens += count
+        for position, logprobs in extras.logprobs.items():
+            if (slot := slots[position]) is not None:
+                slot.logprobs = (slot.logprobs or []) + logprobs
+        for position, error in extras.errors.items():
+            if (slot := slots[position]) is not None:
+                slot.error = error
+        for position, result in extras.results.items():
+            if (slot := slots[position]) is not None:
+                slot.add_result(result)
+                touched[slot.handle] = slot
+
+    # --- what is done once a message ---
+
+    def _advance(self, touched: Sequence[Slot]) -> None:
+        """Moves the fresh tokens of these slots on: through the detokenizer, to readers and call-backs."""
+        if self._detokenizer is not None:
+            self._detokenizer.step(
+                (slot.text_state, slot.fresh, slot.finish_reason is not None)
+                for slot in touched
+                if slot.text_state is not None
+            )
+        stopped = []
+        for slot in touched:
+            slot.absorb_fresh()
+            state = slot.text_state
+            if state is not None:
+                slot.text += state.text_delta
+                state.text_delta = ""
+                if state.stop_reason is not None and slot.stop_reason is None:
+                    stopped += self._end_by_text(slot, "stop", state.stop_reason)
+                elif state.error is not None and slot.error is None:
+                    slot.error = f"the tokenizer failed: {type(state.error).__name__}: {state.error}"
+                    stopped += self._end_by_text(slot, "error", None)
+            if slot.result_bytes > self._stream_buffer_bytes and slot.handle in self._slots:
+                stopped += self._overflow(slot)
+        if stopped:
+            self._abort_handles(stopped)
+        self._notify(touched)
+
+    def _end_by_text(self, slot: Slot, reason: FinishReason, stop_reason: str | None) -> list[int]:
+        """Ends a slot for what its text is; the handles to abort in the engine core."""
+        running = slot.handle in self._slots
+        if running:
+            self._end(slot, reason, stop_reason)
+        else:  # the engine core ended it with this message: the text decides why
+            slot.finish(reason, stop_reason)
+        return [slot.handle] if running else []
+
+    def _overflow(self, slot: Slot) -> list[int]:
+        """Ends the whole request of a slot whose reader is too slow; the handles to abort in the engine core."""
+        request = slot.request
+        error = SlowReaderError(
+            f"request {request.request_id!r}: its reader is behind by {slot.result_bytes} bytes of results, more than "
+            f"stream_buffer_bytes={self._stream_buffer_bytes} allows; read faster, or raise it in TransportConfig"
+        )
+        running = [other.handle for other in request.slots if self._slots.pop(other.handle, None) is not None]
+        del self.requests[request.request_id]
+        request.fail(error)
+        return running
+
+    def _notify(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            request = slot.request
+            if request.on_output is not None:
+                self._call_back(request)
+            elif slot.token_ids is not None:
+                slot.wake()
+                if slot.finish_reason is not None:
+                    slot.wake_final()
+
+    def _call_back(self, request: RequestState) -> None:
+        stream = request.stream
+        if stream is None:
+            return
+        if not request.unfinished:
+            request.stream = None
+        try:
+            stream.emit()
+        except Exception:
+            logger.exception("the on_output of request %r raised; the request is aborted", request.request_id)
+            request.stream = None
+            request.on_output = None
+            self.abort(request.slots)
+
+    # --- ends ---
+
+    def _end(self, slot: Slot, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        slot.finish(reason, stop_reason)
+        del self._slots[slot.handle]
+        request = slot.request
+        request.unfinished -= 1
+        if not request.unfinished:
+            del self.requests[request.request_id]
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        requests = list(self.requests.values())
+        self._slots.clear()
+        self.requests.clear()
+        for request in requests:
+            request.fail(error)
+            if request.on_output is not None:
+                self._call_back(request)

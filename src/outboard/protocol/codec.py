@@ -1,0 +1,73 @@
+"""Structs to frames and back. The first frame is the msgpack body, the others are auxiliary buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from outboard.errors import ProtocolError
+from outboard.protocol.tensors import ARRAY_EXT, Buffer, pack_array, unpack_array
+
+__all__ = ["MsgpackDecoder", "MsgpackEncoder"]
+
+T = TypeVar("T")
+
+
+class MsgpackEncoder:
+    """Encodes messages of any of our structs. Not to be shared between threads."""
+
+    def __init__(self, inline_bytes: int) -> None:
+        self._inline_bytes = inline_bytes
+        self._aux: list[Buffer] = []
+        self._encode = msgspec.msgpack.Encoder(enc_hook=self._hook).encode
+
+    def encode(self, message: Any) -> list[Buffer]:
+        """All frames of a message. Auxiliary frames are the arrays' own memory: it must not change while in flight.
+
+        Raises:
+            TypeError: the message holds a value that msgpack cannot carry; the text names its type.
+        """
+        aux: list[Buffer] = []
+        self._aux = aux
+        body = self._encode(message)
+        return [body, *aux]
+
+    def _hook(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return pack_array(value, self._inline_bytes, self._aux)
+        if isinstance(value, np.generic):  # a numpy scalar, such as an item of an array
+            return value.item()
+        raise TypeError(
+            f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent; "
+            "send msgpack values (None, bool, int, float, str, bytes, list, dict), dataclasses, structs or numpy arrays"
+        )
+
+
+class MsgpackDecoder(Generic[T]):
+    """Decodes frames to one type. Not to be shared between threads."""
+
+    def __init__(self, type_: Any) -> None:
+        self._aux: Sequence[Buffer] = ()
+        self._decode = msgspec.msgpack.Decoder(type_, ext_hook=self._hook).decode
+
+    def decode(self, body: Buffer, aux: Sequence[Buffer] = ()) -> T:
+        """The message.
+
+        Raises:
+            ProtocolError: the frames are not a message of this type; the text says what is wrong.
+        """
+        self._aux = aux
+        try:
+            return self._decode(body)  # type: ignore[no-any-return]
+        except ProtocolError:
+            raise
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"undecodable message: {error}") from error
+
+    def _hook(self, code: int, payload: memoryview) -> Any:
+        if code == ARRAY_EXT:
+            return unpack_array(payload, self._aux)
+        raise ProtocolError(f"unknown msgpack extension {code} in a message")

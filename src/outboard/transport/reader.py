@@ -1,0 +1,67 @@
+"""Reads a PULL socket on an event loop through its file descriptor: no task, no thread, no queue.
+
+`ZMQ_FD` is edge-triggered: it becomes readable when something changes, not while messages are there. So a callback
+drains until ZMQ_EVENTS says that nothing is left (which also takes the edge), and where it stops before that, to let
+others run, it puts itself back on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from outboard.protocol.tensors import Buffer
+from outboard.transport.sockets import ZmqSocket
+
+__all__ = ["SocketReader"]
+
+# How many messages one callback takes before others on the loop get their turn.
+MAX_MESSAGES = 8
+
+
+class SocketReader:
+    """Calls `on_message(body, auxiliary frames)` on the loop for every message of a socket.
+
+    Holds `on_message` strongly: what must not be kept alive must not be reachable from it. An exception of
+    `on_message` is not caught here.
+    """
+
+    def __init__(self, socket: ZmqSocket, on_message: Callable[[Buffer, Sequence[Buffer]], None]) -> None:
+        self._socket = socket
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._on_message = on_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts reading on `loop`; call it on that loop."""
+        self._loop = loop
+        loop.add_reader(self._fd, self._on_readable)
+        loop.call_soon(self._on_readable)  # the edge of what came before add_reader is gone
+
+    def detach(self) -> None:
+        """Stops reading; must precede the socket's close. Idempotent. Call it on the loop, or where none runs."""
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self._fd)
+
+    def drain(self, limit: int) -> int:
+        """Hands on up to `limit` messages that are there; how many they were."""
+        socket = self._socket
+        for count in range(limit):
+            if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return count
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            if frame.more:
+                self._on_message(frame.buffer, [part.buffer for part in socket.recv_multipart(copy=False)])
+            else:
+                self._on_message(frame.buffer, ())
+            if socket.closed:
+                return count + 1
+        return limit
+
+    def _on_readable(self) -> None:
+        loop = self._loop
+        if loop is not None and self.drain(MAX_MESSAGES) == MAX_MESSAGES and self._loop is loop:
+            loop.call_soon(self._on_readable)
