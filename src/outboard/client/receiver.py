@@ -258,8 +258,11 @@ class Receiver:
         self.failure = cause
         if not isinstance(cause, ClientClosedError):
             self._resources.give_up()
-        if self.reading is not None and not self.reading.done():
-            self.reading.set_result(None)
+        if self.reading is not None:
+            if self.reading.get_loop().is_closed():
+                return  # nobody can wait any more, and a future of a closed loop cannot be set
+            if not self.reading.done():
+                self.reading.set_result(None)
         self._pending.fail_all(cause)
         self._deliver(cause.copy())
 

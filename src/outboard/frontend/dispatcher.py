@@ -157,7 +157,7 @@ class Dispatcher:
                 elif state.error is not None and slot.error is None:
                     slot.error = f"the tokenizer failed: {type(state.error).__name__}: {state.error}"
                     stopped += self._end_by_text(slot, "error", None)
-            if slot.result_bytes > self._stream_buffer_bytes and slot.handle in self._slots:
+            if slot.result_bytes > self._stream_buffer_bytes and slot.is_behind and slot.handle in self._slots:
                 stopped += self._overflow(slot)
         if stopped:
             self._abort_handles(stopped)

@@ -225,7 +225,7 @@ class _Running:
         # From here on nothing suspends: either all completions are sent and known, or none.
         if stream.request_id in self.dispatcher.requests:
             raise DuplicateRequestError(f"a request with id {stream.request_id!r} is in flight already")
-        stream.prompt_token_ids = token_ids
+        stream.prompt_token_ids = list(token_ids)
         stream.state.metrics.num_prompt_tokens = len(token_ids)
         detokenize = params.detokenize and self.tokenizer is not None
         for index in range(params.n):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from outboard.engine.core import Tokenizer
 from outboard.errors import InvalidRequestError, PromptTooLongError
@@ -42,7 +45,7 @@ class PromptProcessor:
         """
         if isinstance(prompt, str):
             token_ids: Sequence[int] = await self._encode(prompt) if prompt else ()
-        elif prompt and isinstance(prompt[0], dict):
+        elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], dict):
             token_ids = await self._encode(self._apply_chat_template(prompt))
         else:
             token_ids = self._check_ids(prompt)
@@ -62,22 +65,26 @@ class PromptProcessor:
         return token_ids
 
     def _check_ids(self, prompt: Any) -> Sequence[int]:
+        # Without a vocabulary size the ids must at least fit the wire: int32.
+        size = self._info.vocab_size or 1 << 31
         try:
-            low, high = (min(prompt), max(prompt)) if len(prompt) else (0, 0)
-            if not all(type(token_id) is int for token_id in prompt):
-                prompt = [token_id.__index__() for token_id in prompt]
-        except (TypeError, AttributeError):
+            if isinstance(prompt, (bytes, bytearray)):
+                raise TypeError
+            token_ids = array("i", prompt)  # checks each item, 12 us for 1000
+        except TypeError:
             raise InvalidRequestError(
                 "a prompt is text, a list of token ids or a list of chat messages "
                 f'({{"role": ..., "content": ...}}), not {_shorten(prompt)}'
             ) from None
-        # Without a vocabulary size the ids must at least fit the wire: int32.
-        size = self._info.vocab_size or 1 << 31
+        except OverflowError:
+            raise InvalidRequestError(f"a token id is outside the vocabulary: ids are 0 to {size - 1}") from None
+        ids = np.frombuffer(token_ids, np.int32) if token_ids else np.zeros(1, np.int32)
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= size:
             raise InvalidRequestError(
                 f"token id {low if low < 0 else high} is outside the vocabulary: ids are 0 to {size - 1}"
             )
-        return prompt  # type: ignore[no-any-return]
+        return token_ids
 
     async def _encode(self, text: str) -> Sequence[int]:
         tokenizer = self._need_tokenizer()

@@ -113,6 +113,11 @@ class Slot:
         if self.token_ids is None:
             self.token_ids = []
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more than one result to read; one alone may have any size."""
+        return self.results is not None and len(self.results) > 1
+
     def wake(self) -> None:
         """Wakes whoever waits for something new."""
         waiter = self.waiter
@@ -180,7 +185,7 @@ class RequestStream:
 
     The request is sent with the first `__anext__`. What the reader has not taken merges, so a slow reader costs memory
     for its tokens only. Cancelling `__anext__`, `aclose`, `AsyncLLM.abort` and dropping the last reference abort the
-    request: what had arrived stays readable, with `finish_reason` "abort" on the last output. An error of the engine for
+    request: what had arrived stays readable, with `finish_reason` "abort" on the last output. An engine's error for
     this request alone is an output too, with `finish_reason` "error" and `error`.
 
     Raises, from `__anext__`:

@@ -24,7 +24,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PROMPT_TAIL = 5  # tokens of the prompt to decode the first tokens after; as many as in vLLM
 STRIDE = 6  # the window moves on by so many tokens, and holds up to twice as many
 PATIENCE = 16  # tokens to wait for a character to become whole; four bytes is the longest, and a token is at least one
-LONGEST_UNFINISHED = 3  # U+FFFD characters that an unfinished character can show as
+LONGEST_UNFINISHED = 3  # tokens of a character that is not whole, and U+FFFD characters that it can show as
 
 # What a step still has to do for a state.
 _IDLE, _QUEUED, _LAST, _DONE = range(4)
@@ -99,7 +99,7 @@ class TextState:
     def _feed_with_extra(self, text: str, extra: Iterator[str]) -> None:
         """Takes the text of the window, and those of `_extra_sequences` from `extra`."""
         if self._context:
-            self._seen = max(0, self._seen + len(next(extra)))
+            self._seen += len(next(extra))
             self._context = 0
         before_bound = 0
         if self._bound:
@@ -127,7 +127,7 @@ class TextState:
             if settled and length - self._mark >= STRIDE:
                 self._move_window(unseen=len(text) - end)
         elif settled and length - self._grown >= PATIENCE:  # tokens without text, such as skipped special ones
-            del self._window[self._grown :]
+            del self._window[self._grown : length - LONGEST_UNFINISHED]
         if self._stops and (self._partial or not self._stop_begins.isdisjoint(new)):
             self._search_stops(new, max(0, before_bound - seen), last)
         else:

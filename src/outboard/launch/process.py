@@ -62,8 +62,7 @@ class EngineProcess:
             session_dir: the warden removes it if this process is gone before the engine core is.
             argv: the program to run in place of `outboard.engine`.
 
-        Raises:
-            OSError: no process or descriptor is to be had.
+        Raises OSError if no process or descriptor is to be had.
         """
         command = [sys.executable, "-P", "-m", "outboard.engine"] if argv is None else list(argv)
         with ExitStack() as undo, ExitStack() as done:
@@ -137,16 +136,13 @@ class EngineProcess:
         """Have the warden kill the engine core and all its descendants. Does not wait."""
         if not self._forked():
             self._release_owner_fd()
-            self.poll()
+            self.poll()  # if the warden is gone, what it left is killed there
 
     def stop(self, timeout: float) -> int:
         """Ask for a clean stop, and kill what has not ended after `timeout` seconds. Returns the exit code.
 
         Takes at most 12 s longer than `timeout`, even if the process hangs in a driver, say, where the system cannot
-        end it: the exit code is then that of the SIGKILL it will obey.
-
-        Raises:
-            RuntimeError: in a forked copy of the process that started it.
+        end it: the exit code is then that of the SIGKILL it will obey. Raises RuntimeError in a forked copy.
         """
         if self._forked():
             raise RuntimeError("this engine core belongs to the process that started it, not to a forked copy")
@@ -188,9 +184,8 @@ class EngineProcess:
             self._kill_group()  # the warden does not; stopped by someone, say
             self._signal_warden(signal.SIGKILL)
             code = self.wait(_FORCE_BOUND)
-        if code is None:
-            with self._lock:
-                code = self._exit_code = -signal.SIGKILL
+        with self._lock:
+            code = self._exit_code = -signal.SIGKILL if code is None else code
         return code
 
     def _finish(self) -> None:
@@ -268,8 +263,7 @@ class EngineProcess:
             phase: "start-up", "running" or "stopping".
             cls: the class to build.
             reason: the whole first line, in place of the one that says who died, when and of what.
-            rank, incarnation: who it was.
-            facts: attributes of the error that the caller knows better.
+            rank, incarnation, facts: attributes of the error that the caller knows, or knows better.
         """
         known: dict[str, Any] = {"rank": rank, "incarnation": incarnation, "phase": phase, "pid": self.engine_pid}
         known |= {"exit_code": self.poll(), "stderr_tail": self.report.read_stderr_tail()}

@@ -21,16 +21,18 @@ from __future__ import annotations
 import ctypes
 import os
 import select
-import signal
 import sys
 import time
 
-TYPE_CHECKING = False  # importing it takes longer than all the rest
+TYPE_CHECKING = False  # `typing` takes longer to import than all the rest; so does what `signal` adds to `_signal`
 if TYPE_CHECKING:
+    import signal
     from typing import NoReturn
 
     from outboard.launch.warden_output import EngineOutput, number, store
 else:
+    import _signal as signal
+
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - last, so that it hides nothing of the standard library
     from warden_output import EngineOutput, number, store
 
@@ -60,8 +62,8 @@ def main(owner_pid: int, owner_fd: int, report_fd: int, session_dir: str, comman
     store(report_fd, number(engine), 0)
     output = EngineOutput(source, report_fd)
 
-    set_handlers(engine, engine_pidfd)
-    watch(output, (owner_pidfd, owner_fd, engine_pidfd))
+    wake_fd = set_handlers(engine, engine_pidfd)
+    watch(output, wake_fd, (owner_pidfd, owner_fd, engine_pidfd))
 
     code = end_tree(engine)
     if owner_gone(owner_pidfd, owner_fd):
@@ -105,8 +107,15 @@ def become_engine(command: list[str], owner_fd: int, sink: int, warden: int) -> 
     os.execvpe(command[0], command, original_environment())
 
 
-def set_handlers(engine: int, engine_pidfd: int) -> None:
-    """SIGTERM goes on to the engine; adopted processes that end are reaped; what a terminal sends is ignored."""
+def set_handlers(engine: int, engine_pidfd: int) -> int:
+    """SIGTERM goes on to the engine; adopted processes that end are reaped; what a terminal sends is ignored.
+
+    Returns a descriptor to poll. A signal that comes just before the poll does not interrupt it, and Python runs the
+    handler only afterwards: the descriptor ends the poll.
+    """
+    wake_fd, signal_fd = os.pipe()
+    os.set_blocking(signal_fd, False)
+    signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
 
     def forward(*_: object) -> None:
         try:
@@ -128,12 +137,13 @@ def set_handlers(engine: int, engine_pidfd: int) -> None:
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    return wake_fd
 
 
-def watch(output: EngineOutput, ends: tuple[int, ...]) -> None:
+def watch(output: EngineOutput, wake_fd: int, ends: tuple[int, ...]) -> None:
     """Pass the engine's output on until one of these descriptors says that it is over."""
     poller = select.poll()
-    for fd in (*ends, output.source):
+    for fd in (*ends, output.source, wake_fd):
         poller.register(fd, select.POLLIN)
     while True:
         ready = {fd for fd, _ in poller.poll(output.timeout())}
@@ -141,6 +151,8 @@ def watch(output: EngineOutput, ends: tuple[int, ...]) -> None:
             output.read()
             if not output.open:
                 poller.unregister(output.source)
+        if wake_fd in ready:
+            os.read(wake_fd, 4096)
         output.flush()
         if not ready.isdisjoint(ends):
             return

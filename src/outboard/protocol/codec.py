@@ -32,8 +32,10 @@ class MsgpackEncoder:
         """
         aux: list[Buffer] = []
         self._aux = aux
-        body = self._encode(message)
-        return [body, *aux]
+        try:
+            return [self._encode(message), *aux]
+        finally:
+            self._aux = []  # or the last message's buffers would live until the next one
 
     def _hook(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
@@ -66,6 +68,8 @@ class MsgpackDecoder(Generic[T]):
             raise
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"undecodable message: {error}") from error
+        finally:
+            self._aux = ()
 
     def _hook(self, code: int, payload: memoryview) -> Any:
         if code == ARRAY_EXT:

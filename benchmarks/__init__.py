@@ -1,0 +1,1 @@
+"""Benchmarks, each run by name from the repository's root: `python -m benchmarks.stream`."""

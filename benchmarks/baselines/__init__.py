@@ -1,0 +1,1 @@
+"""The plain designs that Outboard is compared with."""

@@ -1,0 +1,245 @@
+"""Many streams at once over an engine that costs nothing: tokens a second and CPU time a token.
+
+Three designs take turns in one run, so that whatever else the machine does meets them alike:
+
+    streams   `AsyncLLM.generate`, one reader a stream
+    columns   `AsyncMPClient.get_output_async`, one reader of whole messages
+    plain     the plain design of `benchmarks.baselines.plain`, one reader a stream
+
+in three modes: free (the engine is at most 64 steps ahead of the readers), windowed (2 steps), paced (a step every
+5 ms). All requests are in before the engine takes its first step; what is measured begins there and ends with the last
+token.
+
+    python -m benchmarks.stream [--streams 256] [--steps 400] [--reps 5] [--loop default|uvloop|both] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from benchmarks.baselines.plain import PlainClient
+from benchmarks.measure import Fifo, Span, settled, show, spread, write_json
+from outboard import AsyncLLM, AsyncMPClient, EngineConfig, EngineCoreRequest, SamplingParams
+from outboard.frontend.outputs import RequestOutput
+
+WINDOWS = {"free": 64, "windowed": 2, "paced": 0}
+PACE_MS = 5.0
+PROMPT = [1, 2, 3]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One measurement: so many streams of so many tokens. `check` looks at every token, which costs time."""
+
+    mode: str
+    streams: int
+    steps: int
+    check: bool
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """What one measurement gave."""
+
+    design: str
+    mode: str
+    loop: str
+    tokens_per_second: float
+    client_ns_per_token: float
+    engine_ns_per_token: float
+    wakes_per_token: float
+
+
+class Meter:
+    """Counts what readers take, and acknowledges each step once all streams have taken that many tokens."""
+
+    def __init__(self, job: Job, fifo: Fifo) -> None:
+        self.tokens = 0
+        self.wakes = 0
+        self._streams = job.streams
+        self._fd = fifo.fd
+        self._step_end = job.streams if WINDOWS[job.mode] else job.streams * job.steps + 1
+
+    def took(self, tokens: int) -> None:
+        self.wakes += 1
+        self.tokens += tokens
+        if self.tokens >= self._step_end:
+            steps = 1 + (self.tokens - self._step_end) // self._streams
+            self._step_end += steps * self._streams
+            os.write(self._fd, b"\0" * steps)
+
+
+Outcome = tuple[Span, Meter]
+
+
+async def read_streams(
+    job: Job, fifo: Fifo, pid: int, generate: Callable[[int], AsyncIterator[RequestOutput]]
+) -> Outcome:
+    """Reads all streams, a task each. One more request, of one token, lets the engine start."""
+    meter = Meter(job, fifo)
+
+    async def read() -> None:
+        took = meter.took
+        count = 0
+        async for output in generate(job.steps):
+            tokens = output.outputs[0].token_ids
+            if job.check and list(tokens) != [97 + i % 26 for i in range(count, count + len(tokens))]:
+                raise RuntimeError(f"wrong tokens after {count}: {tokens}")
+            count += len(tokens)
+            took(len(tokens))
+        if count != job.steps:
+            raise RuntimeError(f"a stream ended after {count} of {job.steps} tokens")
+
+    tasks = [asyncio.create_task(read()) for _ in range(job.streams)]
+    await settled(pid)
+    with Span(pid) as span:
+        async for _ in generate(1):
+            pass
+        await asyncio.gather(*tasks)
+    return span, meter
+
+
+def options(job: Job, fifo: Fifo) -> dict[str, Any]:
+    """The engine's options, the same for `mock` and for the plain engine."""
+    window = WINDOWS[job.mode]
+    pace = {"step_ms": PACE_MS} if job.mode == "paced" else {"window": window, "ack_path": fifo.path}
+    return {"start_after": job.streams + 1, **pace}
+
+
+async def run_streams(job: Job, fifo: Fifo) -> Outcome:
+    """`AsyncLLM.generate`."""
+
+    def generate(max_tokens: int) -> AsyncIterator[RequestOutput]:
+        return llm.generate(PROMPT, SamplingParams(max_tokens=max_tokens, output_kind="delta", detokenize=False))
+
+    async with AsyncLLM(EngineConfig(engine="mock", options=options(job, fifo))) as llm:
+        return await read_streams(job, fifo, engine_pid(llm.client), generate)
+
+
+async def run_plain(job: Job, fifo: Fifo) -> Outcome:
+    """The plain design."""
+    async with PlainClient(**options(job, fifo)) as client:
+        return await read_streams(job, fifo, client.pid, lambda max_tokens: client.generate(PROMPT, max_tokens))
+
+
+async def run_columns(job: Job, fifo: Fifo) -> Outcome:
+    """`AsyncMPClient.get_output_async`, columns as they come."""
+
+    async def add(name: str, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, detokenize=False)
+        await client.add_request_async(
+            EngineCoreRequest(request_id=name, prompt_token_ids=PROMPT, sampling_params=params)
+        )
+
+    meter = Meter(job, fifo)
+    client = await AsyncMPClient.launch(EngineConfig(engine="mock", options=options(job, fifo)))
+    try:
+        for i in range(job.streams):
+            await add(f"stream-{i}", job.steps)
+        pid = engine_pid(client)
+        await settled(pid)
+        with Span(pid) as span:
+            await add("start", 1)
+            while meter.tokens <= job.streams * job.steps:
+                message = await client.get_output_async()
+                meter.took(len(message.tokens))
+    finally:
+        client.shutdown()
+    return span, meter
+
+
+def engine_pid(client: AsyncMPClient) -> int:
+    """Process id of the client's one engine core."""
+    pid = client.core_engines[0].pid
+    if pid is None:
+        raise RuntimeError("the engine core has not started")
+    return pid
+
+
+DESIGNS: dict[str, Callable[[Job, Fifo], Awaitable[Outcome]]] = {
+    "plain": run_plain,
+    "streams": run_streams,
+    "columns": run_columns,
+}
+
+
+def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes event loops of this kind; None: asyncio's own."""
+    if name == "default":
+        return None
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def measure(design: str, job: Job, loop: str) -> Sample:
+    """One measurement with an engine and a loop of its own."""
+    with Fifo.temporary() as fifo, asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
+        span, meter = runner.run(asyncio.wait_for(DESIGNS[design](job, fifo), 120))
+    tokens = job.streams * job.steps
+    return Sample(
+        design,
+        job.mode,
+        loop,
+        tokens / span.wall,
+        span.client_cpu_ns / tokens,
+        span.engine_cpu_ns / tokens,
+        meter.wakes / tokens,
+    )
+
+
+def report(samples: list[Sample], title: str) -> None:
+    """Prints one mode's table.
+
+    A ratio is the median over the runs, each against the plain design's run next to it; above 1 is better than plain.
+    """
+    rows = []
+    for loop, design in {(s.loop, s.design): None for s in samples}:
+        mine = [s for s in samples if (s.loop, s.design) == (loop, design)]
+        plain = [s for s in samples if (s.loop, s.design) == (loop, "plain")]
+        row = [f"{design}, {loop}"]
+        for field, scale, rising in (
+            ("tokens_per_second", 1000.0, True),
+            ("client_ns_per_token", 1.0, False),
+            ("engine_ns_per_token", 1.0, False),
+        ):
+            values = [getattr(s, field) for s in mine]
+            row.append(spread(values).text(scale=scale))
+            ratios = [getattr(s, field) / value for s, value in zip(plain, values, strict=False)]
+            ratio = spread(ratios).median if ratios else 1.0
+            row.append(f"{1 / ratio if rising else ratio:.2f}x" if ratios else "")
+        row.append(f"{spread([s.wakes_per_token for s in mine]).median:.3f}")
+        rows.append(row)
+    columns = ["design, loop", "k tokens/s", "", "client CPU ns/token", "", "engine CPU ns/token", "", "wakes/token"]
+    show(title, columns, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stream", description="Many streams, no model.")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=400, help="tokens a stream; paced: 120 at most")
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--loop", choices=("default", "uvloop", "both"), default="default")
+    parser.add_argument("--modes", nargs="+", choices=list(WINDOWS), default=list(WINDOWS))
+    parser.add_argument("--designs", nargs="+", choices=list(DESIGNS), default=list(DESIGNS))
+    parser.add_argument("--check", action="store_true", help="look at every token; the times then mean little")
+    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    args = parser.parse_args()
+    loops = ("default", "uvloop") if args.loop == "both" else (args.loop,)
+    samples = []
+    for mode in args.modes:
+        job = Job(mode, args.streams, min(args.steps, 120) if mode == "paced" else args.steps, args.check)
+        here = [measure(design, job, loop) for _ in range(args.reps) for loop in loops for design in args.designs]
+        report(here, f"{mode}: {job.streams} streams of {job.steps} tokens, median (least - most) of {args.reps}")
+        samples += here
+    if args.json:
+        write_json(args.json, msgspec.to_builtins(samples))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""`outboard generate`: one prompt, streamed to stdout."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from outboard.cli.options import exit_status, parse_options
+from outboard.config import EngineConfig
+from outboard.errors import RequestFailedError
+from outboard.frontend.llm import AsyncLLM
+from outboard.frontend.outputs import RequestOutput
+from outboard.frontend.prompt import Prompt
+from outboard.protocol.sampling import SamplingParams
+
+__all__ = ["generate"]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue, or with --chat the user's message.")],
+    engine: Annotated[
+        str, typer.Option(help="A name (see `outboard engines`), module:Class or path.py:Class.")
+    ] = "openvino",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the engine; may be given again.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
+) -> None:
+    """Generates text with an engine in a process of its own.
+
+    Text goes to stdout as it comes, a summary to stderr.
+    """
+    with exit_status():
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, output_kind="delta")
+        config = EngineConfig(engine=engine, options=parse_options(option or []))
+        asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+        asyncio.run(_generate(config, asked, params, as_json))
+
+
+async def _generate(config: EngineConfig, prompt: Prompt, params: SamplingParams, as_json: bool) -> None:
+    text: list[str] = []
+    token_ids: list[int] = []
+    last: RequestOutput | None = None
+    async with AsyncLLM(config) as llm:
+        started = time.monotonic()
+        async for last in llm.generate(prompt, params):
+            text.append(last.outputs[0].text)
+            token_ids += last.outputs[0].token_ids
+            if not as_json:
+                sys.stdout.write(text[-1])
+                sys.stdout.flush()
+        seconds = time.monotonic() - started
+        pid = llm.client.core_engines[0].pid
+    assert last is not None  # a stream that raises nothing yields at least its end
+    completion = last.outputs[0]
+    if completion.finish_reason == "error":
+        raise RequestFailedError(completion.error or "the engine ended the request with an error")
+    if as_json:
+        print(_as_json(last, "".join(text), token_ids, seconds, pid))
+        return
+    if text and not "".join(text).endswith("\n"):
+        print(flush=True)
+    first = last.metrics.time_to_first_token if last.metrics else None
+    print(
+        f"{len(token_ids)} tokens, {len(token_ids) / seconds:.1f} tokens/s, "
+        f"first after {(first or 0) * 1000:.0f} ms, finish reason {completion.finish_reason}, engine pid {pid}",
+        file=sys.stderr,
+    )
+
+
+def _as_json(last: RequestOutput, text: str, token_ids: list[int], seconds: float, pid: int) -> str:
+    completion, metrics = last.outputs[0], last.metrics
+    document: dict[str, Any] = {
+        "request_id": last.request_id,
+        "prompt": last.prompt,
+        "text": text,
+        "token_ids": token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "prompt_tokens": len(last.prompt_token_ids or ()),
+        "completion_tokens": len(token_ids),
+        "tokens_per_second": round(len(token_ids) / seconds, 1),
+        "time_to_first_token": metrics.time_to_first_token if metrics else None,
+        "queue_time": metrics.queue_time if metrics else None,
+        "engine_pid": pid,
+    }
+    return msgspec.json.encode(document).decode()

@@ -1,0 +1,70 @@
+"""What all tests share: a loop with a time limit, and a look at what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+Run = Callable[[Awaitable[Any]], Any]
+
+
+def children() -> list[psutil.Process]:
+    """Living processes that this one has started, at any depth."""
+    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def short_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory for sockets and temporary files of one test, with a path short enough for a Unix socket."""
+    path = Path(tempfile.mkdtemp(prefix="ob-", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def nothing_left(short_tmp: Path) -> Iterator[None]:
+    """Fails the test if it leaves a process, a file descriptor or a file behind."""
+    descriptors = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    yield
+    _, alive = psutil.wait_procs(children(), timeout=5)
+    assert not alive, f"processes left: {[child.cmdline() for child in alive]}"
+    assert not list(short_tmp.iterdir()), "files left"
+    left = set(os.listdir("/proc/self/fd")) - descriptors  # noqa: PTH208
+    # The default executor and ZeroMQ's garbage thread are the process's, and stay.
+    assert len(left) <= 12, f"descriptors left: {[os.readlink(f'/proc/self/fd/{fd}') for fd in left]}"  # noqa: PTH115
+
+
+def _run(awaitable: Awaitable[Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(45):
+            return await awaitable
+
+    return asyncio.run(bounded())
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a coroutine on a fresh event loop, of either kind, within a bound."""
+    if request.param == "asyncio":
+        return _run
+    uvloop = pytest.importorskip("uvloop")
+
+    def with_uvloop(awaitable: Awaitable[Any]) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(45):
+                return await awaitable
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(bounded())
+
+    return with_uvloop
