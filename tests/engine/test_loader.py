@@ -170,9 +170,10 @@ def test_what_is_no_reference(reference: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    for path in (tmp_path / "nothing.py", tmp_path):
-        with pytest.raises(EngineNotFoundError, match=str(path)):
-            load_engine_class(f"{tmp_path}/nothing.py:Engine")
+    (tmp_path / "directory.py").mkdir()
+    for name in ("nothing.py", "directory.py"):
+        with pytest.raises(EngineNotFoundError, match=f"no file {tmp_path}/{name}"):
+            load_engine_class(f"{tmp_path}/{name}:Engine")
 
 
 @pytest.mark.parametrize(

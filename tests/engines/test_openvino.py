@@ -351,7 +351,25 @@ def test_openvino_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         OpenVINOEngine()
 
 
-def test_the_cache_of_a_small_engine_is_full(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model as an OpenVINO model folder."""
+    genai = engine_module.import_genai()
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "m.gguf").symlink_to(model)
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = 1
+    genai.ContinuousBatchingPipeline(str(folder / "m.gguf"), scheduler, "CPU", {"enable_save_ov_model": True})
+    genai.Tokenizer(str(folder / "m.gguf"), enable_save_ov_model=True)
+    (folder / "m.gguf").unlink()
+    return folder
+
+
+def test_a_model_folder_and_a_cache_that_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelFileError, match="max_position_embeddings"):
+        OpenVINOEngine(str(folder))
+    (folder / "config.json").write_text('{"max_position_embeddings": 512}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     genai = engine_module.import_genai()
 
     class SmallCache(genai.SchedulerConfig):  # type: ignore[misc,name-defined]
@@ -359,10 +377,15 @@ def test_the_cache_of_a_small_engine_is_full(model: Path, monkeypatch: pytest.Mo
             super().__setattr__(*(("num_kv_blocks", 4) if name == "cache_size" else (name, value)))
 
     monkeypatch.setattr(genai, "SchedulerConfig", SmallCache)
-    driver = Driver(OpenVINOEngine(str(model)))
-    fits = driver.add([504], max_tokens=3, ignore_eos=True)
+    driver = Driver(OpenVINOEngine(str(folder)))
+    info = driver.engine.info()
+    assert (info.max_model_len, info.vocab_size, info.model) == (512, 49152, folder.name)
+    tokenizer = OpenVINOEngine.tokenizer({"model": str(folder)})
+    assert list(tokenizer.eos_token_ids) == [2, 0]
+    fits = driver.add(tokenizer.encode("The capital of France is"), max_tokens=8)
     driver.run()
-    assert len(fits.tokens) == 3
+    assert "Paris" in tokenizer.decode([fits.tokens])[0]
+
     grows = driver.add([504] * 20, max_tokens=400, ignore_eos=True)
     driver.run()
     assert 100 < len(grows.tokens) < 130  # four blocks of 32 tokens
@@ -492,25 +515,3 @@ def test_a_tokenizer_whose_bytes_are_not_its_text(tmp_path: Path, monkeypatch: p
     assert tokenizer.encode("<s> hello") == [2, 2]  # no second <s>
     assert list(tokenizer.eos_token_ids) == [1, 3]
     assert tokenizer.max_tokens is None
-
-
-def test_an_openvino_model_folder(model: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "m.gguf"
-    copy.symlink_to(model)
-    script = "import sys, openvino_genai as g; c = g.SchedulerConfig(); c.cache_size = 1\n"
-    script += "g.ContinuousBatchingPipeline(sys.argv[1], c, 'CPU', {'enable_save_ov_model': True})\n"
-    script += "g.Tokenizer(sys.argv[1], enable_save_ov_model=True)"
-    subprocess.run([sys.executable, "-c", script, str(copy)], check=True, timeout=50, capture_output=True)
-    copy.unlink()
-    with pytest.raises(ModelFileError, match="max_position_embeddings"):
-        OpenVINOEngine(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512, "eos_token_id": 2}')
-    driver = Driver(OpenVINOEngine(str(tmp_path)))
-    assert driver.engine.info().max_model_len == 512
-    assert driver.engine.info().model == tmp_path.name
-    result = driver.add(
-        OpenVINOEngine.tokenizer({"model": str(tmp_path)}).encode("The capital of France is"), max_tokens=8
-    )
-    driver.run()
-    assert len(result.tokens) == 8
-    driver.engine.shutdown()

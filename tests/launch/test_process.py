@@ -189,10 +189,12 @@ def test_abandon_takes_no_lock(start: Start, system: System, tmp_path: Path) -> 
 
 
 def test_dropping_the_handle_of_a_running_engine_warns_of_nothing(system: System, tmp_path: Path) -> None:
+    before = open_fds()
     process = EngineProcess.start(os.environ, tmp_path, ["sleep", "100"])
     process.abandon()
     del process
     gc.collect()  # warnings are errors, those of finalizers too
+    system.eventually(lambda: open_fds() == before)
 
 
 def test_fifty_starts_and_stops(system: System, tmp_path: Path) -> None:

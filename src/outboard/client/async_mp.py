@@ -278,7 +278,7 @@ class AsyncMPClient(MPClient):
         self._outbox.send([request_type.value, *self._encoder.encode(message)])
         return _DONE
 
-    def _close_sockets(self) -> None:
+    def _stop_reading(self) -> None:
         engine = self.core_engines[0]
         self._receiver.fail(
             ClientClosedError(
@@ -286,7 +286,7 @@ class AsyncMPClient(MPClient):
             )
         )
         self._receiver.detach()
-        self._resources.close_sockets()
+        self._resources.stop_reading()
 
 
 class _Done:

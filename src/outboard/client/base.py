@@ -128,12 +128,12 @@ class MPClient(EngineCoreClient):
                 return
             self._closed = True
             self._finalizer.detach()
-            self._on_owning_thread(self._close_sockets)
-            self._resources.close_rest(self.config.faults.shutdown_timeout if timeout is None else timeout)
+            self._on_owning_thread(self._stop_reading)
+            self._resources.close(self.config.faults.shutdown_timeout if timeout is None else timeout)
 
     @abstractmethod
-    def _close_sockets(self) -> None:
-        """Ends what waits, and closes the sockets."""
+    def _stop_reading(self) -> None:
+        """Ends what waits, and takes the sockets out of use."""
 
     def _on_owning_thread(self, function: Callable[[], None]) -> None:
         """Calls `function` where the sockets are used: on the loop if it runs in another thread, else here."""
@@ -213,8 +213,7 @@ def _start(
         )
         resources = Resources(context, session, control, input_socket, output_socket, process)
         if wait_for_peers(input_socket, {init.identity}, _CONNECT_TIMEOUT):
-            resources.close_sockets()
-            resources.close_rest(timeout=0)
+            resources.close(timeout=0)
             raise EngineStartupError("the engine core said READY but did not connect its input socket")
     except BaseException:
         context.destroy(linger=0)

@@ -1,6 +1,6 @@
 """What a client owns outside of Python's memory, and the two ways to give it back.
 
-`close_sockets` and `close_rest` are the orderly one: called by `shutdown`, bounded, afterwards nothing is left.
+`close_sockets` and `close` are the orderly one: called by `shutdown`, bounded, afterwards nothing is left.
 `abandon` is the finalizer's: called by the garbage collector, in any thread, so it takes no lock and never blocks.
 """
 
@@ -68,24 +68,30 @@ class Resources:
         self.process.kill()
 
     def stop_reading(self) -> None:
-        """Takes the reader and the monitor off the loop. Call it on the loop, or where none runs. Idempotent."""
+        """Takes the reader and the monitor off the loop, and forgets what was not sent. Idempotent.
+
+        Call it on the loop, or where none runs.
+        """
         if self.reader is not None:
             self.reader.detach()
         if self.monitor is not None:
             self.monitor.detach()
-
-    def close_sockets(self) -> None:
-        """Closes all sockets. Call it on the loop, or where none runs. Idempotent."""
-        self.stop_reading()
         if self.outbox is not None:
             self.outbox.clear()
+
+    def close_sockets(self) -> None:
+        """Closes all sockets, which nobody may be using. Idempotent."""
         for socket in self._sockets:
             socket.close(linger=0)
         self._control.close()
 
-    def close_rest(self, timeout: float) -> None:
-        """Stops the process, then frees what is left; `close_sockets` must have been called. Blocks, bounded."""
+    def close(self, timeout: float) -> None:
+        """Stops the process, then frees all; `stop_reading` must have been called. Blocks, bounded.
+
+        The sockets close after the process has ended: it ends at once while it can get rid of its last messages.
+        """
         self.process.stop(timeout)
+        self.close_sockets()
         self.process.close()
         self._context.term()
         self._session.remove()
@@ -94,7 +100,7 @@ class Resources:
         """Gives everything back without waiting for anything; does nothing in a forked copy of the front end."""
         if os.getpid() != self.creator:
             return
-        self.process.abandon()
+        self.process.release()
         loop = self.loop
         if loop is not None and loop.is_running():
             try:
@@ -105,6 +111,8 @@ class Resources:
         self._release()
 
     def _release(self) -> None:
+        self.stop_reading()
+        self.process.abandon()
         self.close_sockets()
         self._session.remove()
         # term() may wait for the IO thread; a raw thread takes no lock to start.

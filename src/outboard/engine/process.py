@@ -29,6 +29,7 @@ from outboard.engine.loader import IMPORTING_ENGINE, bind_options, load_engine_c
 from outboard.engine.loop import BadRequest, BusyLoop, Stop, error_report
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
+from outboard.protocol.environment import REPORT_FD, ChildEnvironment
 from outboard.protocol.messages import (
     PROTOCOL_VERSION,
     AbortRequests,
@@ -47,10 +48,7 @@ from outboard.protocol.report import ReportPage
 from outboard.protocol.tensors import Buffer
 from outboard.transport.sockets import ControlClient, InputReceiver, OutputSender, ZmqContext, make_context
 
-__all__ = ["ENV_PREFIX", "main"]
-
-# CONTROL_ADDRESS, SESSION_TOKEN, RANK, INCARNATION and REPORT_FD travel under this prefix.
-ENV_PREFIX = "OUTBOARD_"
+__all__ = ["main"]
 
 # How long the last outputs may take to leave when the process ends, in milliseconds.
 _LINGER_MS = 1000
@@ -62,14 +60,15 @@ def main() -> int:
     """Runs an engine core until its front end stops it; the exit status: 0 after a stop, 1 after an error."""
     faulthandler.enable()  # a native crash then leaves a Python traceback in the stderr tail
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    report = ReportPage.from_fd(int(_take_env("REPORT_FD")))
+    environment = ChildEnvironment.take_from(os.environ)
+    report = ReportPage.from_fd(int(os.environ.pop(REPORT_FD)))
     signal.signal(signal.SIGTERM, _exit_at_once)
     context = make_context()
-    control = ControlClient(context, _take_env("CONTROL_ADDRESS"))
-    token = _take_env("SESSION_TOKEN")
+    control = ControlClient(context, environment.control_address)
+    token = environment.session_token
     encode = msgspec.msgpack.Encoder().encode
     try:
-        init = _say_hello(control, token, int(_take_env("RANK")), int(_take_env("INCARNATION")))
+        init = _say_hello(control, environment)
         try:
             engine = _construct(init)
             ready = encode(Ready(token, engine.info()))
@@ -83,17 +82,14 @@ def main() -> int:
         context.term()
 
 
-def _take_env(name: str) -> str:
-    """What the launcher left in the environment; removed, since an engine's own children have no business with it."""
-    return os.environ.pop(ENV_PREFIX + name)
-
-
 def _exit_at_once(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _say_hello(control: ControlClient, token: str, rank: int, incarnation: int) -> Init:
-    hello = Hello(PROTOCOL_VERSION, __version__, token, rank, incarnation, os.getpid(), os.getpgrp())
+def _say_hello(control: ControlClient, who: ChildEnvironment) -> Init:
+    hello = Hello(
+        PROTOCOL_VERSION, __version__, who.session_token, who.rank, who.incarnation, os.getpid(), os.getpgrp()
+    )
     control.send(msgspec.msgpack.encode(hello))
     answer: Init | Refused = MsgpackDecoder[Init | Refused](Init | Refused).decode(control.receive())
     if isinstance(answer, Refused):

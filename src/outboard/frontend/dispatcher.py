@@ -126,7 +126,7 @@ class Dispatcher:
                 slot.request.metrics.num_cached_tokens += count
         for position, logprobs in extras.logprobs.items():
             if (slot := slots[position]) is not None:
-                slot.logprobs = (slot.logprobs or []) + logprobs
+                slot.add_logprobs(logprobs)
         for position, error in extras.errors.items():
             if (slot := slots[position]) is not None:
                 slot.error = error

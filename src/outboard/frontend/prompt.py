@@ -7,8 +7,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from outboard.engine.core import Tokenizer
 from outboard.errors import InvalidRequestError, PromptTooLongError
 from outboard.protocol.messages import EngineInfo
@@ -78,8 +76,7 @@ class PromptProcessor:
             ) from None
         except OverflowError:
             raise InvalidRequestError(f"a token id is outside the vocabulary: ids are 0 to {size - 1}") from None
-        ids = np.frombuffer(token_ids, np.int32) if token_ids else np.zeros(1, np.int32)
-        low, high = int(ids.min()), int(ids.max())
+        low, high = min(token_ids, default=0), max(token_ids, default=0)
         if low < 0 or high >= size:
             raise InvalidRequestError(
                 f"token id {low if low < 0 else high} is outside the vocabulary: ids are 0 to {size - 1}"

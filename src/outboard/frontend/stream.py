@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
 from outboard.errors import EngineDeadError, OutboardError
 from outboard.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -41,6 +41,7 @@ class Slot:
         request: what the completions of one request share.
         token_ids: tokens that were not taken; an empty list: something else is to be taken; None: nothing is.
         text: text that was not taken.
+        more: whether there is more to take than tokens and text: log probabilities, a result, the end.
         logprobs: log probabilities that were not taken.
         results: (result, bytes) that were not taken; results do not merge.
         waiter: the future to wake on anything new. final_waiter: the one to wake at the end.
@@ -61,6 +62,7 @@ class Slot:
         "handle",
         "index",
         "logprobs",
+        "more",
         "request",
         "result_bytes",
         "results",
@@ -77,6 +79,7 @@ class Slot:
         self.handle = -1
         self.token_ids: list[int] | None = None
         self.text = ""
+        self.more = False
         self.logprobs: list[dict[int, float]] | None = None
         self.results: deque[tuple[Any, int]] | None = None
         self.result_bytes = 0
@@ -103,12 +106,18 @@ class Slot:
         else:
             self.token_ids += fresh
 
+    def add_logprobs(self, logprobs: list[dict[int, float]]) -> None:
+        """Makes the log probabilities of the fresh tokens readable."""
+        self.logprobs = (self.logprobs or []) + logprobs
+        self.more = True
+
     def add_result(self, result: Any) -> None:
         """Makes a result readable."""
         if self.results is None:
             self.results = deque()
         size = _size_of(result)
         self.results.append((result, size))
+        self.more = True
         self.result_bytes += size
         if self.token_ids is None:
             self.token_ids = []
@@ -138,6 +147,7 @@ class Slot:
         """Marks the end. Wakes nobody."""
         self.finish_reason = reason
         self.stop_reason = stop_reason
+        self.more = True
         if self.token_ids is None:
             self.token_ids = []
 
@@ -216,6 +226,8 @@ class RequestStream:
         self.state = RequestState(request_id, on_output)
         self._submitter = submitter
         self._loop: asyncio.AbstractEventLoop | None = None  # once begun
+        self._create_future: Callable[[], asyncio.Future[None]]
+        self._only: Slot | None = None  # once begun, where there is one completion and outputs are deltas
         self._slots = self.state.slots
         self._delta = params.output_kind == "delta"
         self._final_only = params.output_kind == "final_only"
@@ -225,16 +237,36 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self._loop is None:
-            await self.begin()
-        while (output := self.take()) is None:
-            state = self.state
-            if state.failure is not None:
-                raise _fresh(state.failure)
-            if not state.unfinished:
-                raise StopAsyncIteration
-            await self._wait()
-        return output
+        # The hot path: one completion, deltas. One coroutine, one future, two objects a wake.
+        slot = self._only
+        if slot is None:
+            return await self._next()
+        while (token_ids := slot.token_ids) is None:
+            if not self.state.unfinished:
+                self._raise_end()
+            if slot.waiter is not None:
+                raise self._second_reader()
+            slot.waiter = waiter = self._create_future()
+            try:
+                await waiter
+            except BaseException as error:
+                slot.waiter = None
+                if isinstance(error, asyncio.CancelledError):
+                    self.abort()
+                raise
+        if slot.more:
+            output = self.take()
+            assert output is not None  # there are token ids, if only an empty list of them
+            return output
+        slot.token_ids = None
+        metrics = self.state.metrics
+        metrics.num_generation_tokens += len(token_ids)
+        if metrics.time_to_first_token is None:
+            metrics.time_to_first_token = self.state.since_start(slot.first_token_time)
+        text = slot.text
+        slot.text = ""
+        completion = CompletionOutput(slot.index, text, token_ids)
+        return RequestOutput(self.request_id, [completion], False, self.prompt, self.prompt_token_ids, metrics)
 
     async def aclose(self) -> None:
         """Aborts the request, if it has not ended. What had arrived can still be read."""
@@ -259,6 +291,7 @@ class RequestStream:
     async def begin(self) -> None:
         """Sends the request."""
         self._loop = asyncio.get_running_loop()
+        self._create_future = self._loop.create_future
         try:
             await self._submitter.submit_stream(self)
         except asyncio.CancelledError:
@@ -266,6 +299,8 @@ class RequestStream:
             slot.finish("abort")
             self._slots[:] = [slot]
             raise
+        if self._delta and len(self._slots) == 1:
+            self._only = self._slots[0]
 
     def take(self) -> RequestOutput | None:
         """What there is to be read; None if there is nothing yet."""
@@ -301,7 +336,7 @@ class RequestStream:
         if metrics.time_to_first_token is None and token_ids:
             metrics.time_to_first_token = self.state.since_start(slot.first_token_time)
         text, logprobs = slot.text, slot.logprobs
-        slot.text, slot.logprobs = "", None
+        slot.text, slot.logprobs, slot.more = "", None, False
         output = CompletionOutput(
             slot.index, text, token_ids, slot.finish_reason, slot.stop_reason, logprobs, None, slot.error
         )
@@ -310,6 +345,7 @@ class RequestStream:
             slot.result_bytes -= size
             if slot.results:  # more to come: the end is told with the last
                 slot.token_ids = []
+                slot.more = True
                 output.finish_reason = output.stop_reason = output.error = None
         return output if self._delta else self._with_earlier(output)
 
@@ -323,12 +359,21 @@ class RequestStream:
         self._so_far[output.index] = output
         return output
 
+    async def _next(self) -> RequestOutput:
+        """As `__anext__`, for every kind of stream."""
+        if self._loop is None:
+            await self.begin()
+        while (output := self.take()) is None:
+            if not self.state.unfinished:
+                self._raise_end()
+            await self._wait()
+        return output
+
     async def _wait(self) -> None:
         slots = self._slots
         if slots[0].waiter is not None or slots[0].final_waiter is not None:
-            raise RuntimeError(f"request {self.request_id!r} has a reader already; a stream is for one")
-        assert self._loop is not None
-        waiter = self._loop.create_future()
+            raise self._second_reader()
+        waiter = self._create_future()
         for slot in slots:
             if self._final_only:
                 slot.final_waiter = waiter
@@ -342,6 +387,14 @@ class RequestStream:
         finally:
             for slot in slots:
                 slot.waiter = slot.final_waiter = None
+
+    def _raise_end(self) -> NoReturn:
+        if self.state.failure is not None:
+            raise _fresh(self.state.failure)
+        raise StopAsyncIteration
+
+    def _second_reader(self) -> RuntimeError:
+        return RuntimeError(f"request {self.request_id!r} has a reader already; a stream is for one")
 
 
 def _size_of(value: Any) -> int:

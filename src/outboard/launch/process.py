@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, overload
 
 from outboard.errors import EngineDeadError, signal_name
+from outboard.protocol.environment import REPORT_FD
 from outboard.protocol.messages import ErrorReport
 from outboard.protocol.report import ReportPage, above_stdio
 
@@ -24,7 +25,6 @@ __all__ = ["EngineProcess", "describe_exit"]
 _E = TypeVar("_E", bound=EngineDeadError)
 
 _WARDEN = Path(__file__).with_name("warden.py")
-_REPORT_FD = "OUTBOARD_REPORT_FD"
 _KILL_BOUND = 10.0  # seconds for the warden to kill its tree; freeing much memory takes some
 _FORCE_BOUND = 2.0  # seconds for a warden that did not, once it is killed itself
 _DIED = {"start-up": "died during start-up", "running": "died while running", "stopping": "died while stopping"}
@@ -74,7 +74,7 @@ class EngineProcess:
             numbers = map(str, (os.getpid(), theirs, report.fd))
             warden = subprocess.Popen(
                 [sys.executable, "-I", "-S", _WARDEN, *numbers, session_dir.absolute(), *command],
-                env={**env, _REPORT_FD: str(report.fd)},
+                env={**env, REPORT_FD: str(report.fd)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs, report.fd),
@@ -167,6 +167,11 @@ class EngineProcess:
                 _thread.start_new_thread(self._finish, ())
             except RuntimeError:
                 pass  # the interpreter is on its way out; init reaps the warden
+
+    def release(self) -> None:
+        """As `kill`, for finalizers: takes no lock. Leaves the descriptors to `abandon`."""
+        if not self._forked():
+            self._release_owner_fd()
 
     def _forked(self) -> bool:
         return os.getpid() != self._creator

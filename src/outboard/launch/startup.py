@@ -7,10 +7,10 @@ import time
 
 import outboard.errors
 from outboard.config import FaultConfig
-from outboard.engine.process import ENV_PREFIX
 from outboard.errors import ConfigError, EngineStartupError, EngineStartupTimeout
 from outboard.launch.handshake import EngineHandshake, HandshakeState
 from outboard.launch.process import EngineProcess
+from outboard.protocol.environment import ChildEnvironment
 from outboard.protocol.messages import EngineInfo, ErrorReport, Init
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer
@@ -49,13 +49,8 @@ def start_engine_core(
         EngineStartupTimeout: it was not ready in time.
         StartCancelled: `cancel_fd` became readable.
     """
-    environment = {
-        ENV_PREFIX + "CONTROL_ADDRESS": control_address,
-        ENV_PREFIX + "SESSION_TOKEN": session.token,
-        ENV_PREFIX + "RANK": str(init.rank),
-        ENV_PREFIX + "INCARNATION": str(init.incarnation),
-    }
-    process = EngineProcess.start({**os.environ, **environment}, session.path)
+    environment = ChildEnvironment(control_address, session.token, init.rank, init.incarnation)
+    process = EngineProcess.start({**os.environ, **environment.to_environ()}, session.path)
     try:
         info = _shake_hands(process, init, session.token, control, faults, cancel_fd)
     except BaseException:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 
 from outboard.errors import ProtocolError
-from outboard.protocol.tensors import ARRAY_EXT, Buffer, pack_array, unpack_array
+from outboard.protocol.tensors import ARRAY_EXT, Buffer, is_array, is_scalar, pack_array, unpack_array
 
 __all__ = ["MsgpackDecoder", "MsgpackEncoder"]
 
@@ -38,9 +37,9 @@ class MsgpackEncoder:
             self._aux = []  # or the last message's buffers would live until the next one
 
     def _hook(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
+        if is_array(value):
             return pack_array(value, self._inline_bytes, self._aux)
-        if isinstance(value, np.generic):  # a numpy scalar, such as an item of an array
+        if is_scalar(value):
             return value.item()
         raise TypeError(
             f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent; "

@@ -1,0 +1,37 @@
+"""What an engine-core process finds in its environment: where to connect, and the secret to show there."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+import msgspec
+
+__all__ = ["REPORT_FD", "ChildEnvironment"]
+
+_PREFIX = "OUTBOARD_"
+REPORT_FD = _PREFIX + "REPORT_FD"
+
+
+class ChildEnvironment(msgspec.Struct, frozen=True):
+    """Set by the launcher, except for the report page's descriptor, which is known only once the process is made.
+
+    Attributes:
+        control_address: ZeroMQ address of the control channel.
+        session_token: the session's secret; by the environment, not by arguments, which everybody can read.
+        rank, incarnation: which engine core this is.
+    """
+
+    control_address: str
+    session_token: str
+    rank: int
+    incarnation: int
+
+    def to_environ(self) -> dict[str, str]:
+        """As environment variables."""
+        return {_PREFIX + name.upper(): str(getattr(self, name)) for name in self.__struct_fields__}
+
+    @classmethod
+    def take_from(cls, environ: MutableMapping[str, str]) -> ChildEnvironment:
+        """Reads the variables and removes them: an engine's own children have no business with them."""
+        values = {name: environ.pop(_PREFIX + name.upper()) for name in cls.__struct_fields__}
+        return msgspec.convert(values, cls, strict=False)

@@ -1,0 +1,839 @@
+"""The busy loop with a small engine, a port that refuses on command, and no process.
+
+The inbox of these tests never blocks: where the loop would sleep until something arrives, it raises `Asleep`; where it
+would wait for a time, it notes how long and goes on at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outboard import EngineCore, EngineCoreRequest, OutputBatch, utility
+from outboard.engine.loop import UTILITY_NOT_FOUND, BadRequest, BusyLoop, Stop
+from outboard.errors import InvalidRequestError
+from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
+from outboard.protocol.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineCoreOutputs,
+    SchedulerStats,
+    UtilityCall,
+    UtilityOutput,
+)
+from outboard.protocol.sampling import SamplingParams
+
+EPOCH = 0xABC
+RANK = 3
+
+
+class Asleep(Exception):
+    """The loop has nothing to do and would sleep until something arrives."""
+
+
+class Inbox(SimpleQueue):  # type: ignore[type-arg]
+    """Notes for how long the loop would have waited."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if not self.empty():
+            return super().get_nowait()
+        if timeout is None:
+            raise Asleep
+        self.waits.append(timeout)
+        raise Empty
+
+
+class Port:
+    """Keeps what is sent, as a client decodes it.
+
+    Attributes:
+        open: whether it takes anything.
+        refuse_sends: how many messages `send` refuses although `writable` said yes.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[EngineCoreOutputs] = []
+        self.open = True
+        self.refuse_sends = 0
+        self.encoded = 0
+        self.asked = 0
+        self._encode = MsgpackEncoder(inline_bytes=64).encode
+        self._decoder: MsgpackDecoder[EngineCoreOutputs] = MsgpackDecoder(EngineCoreOutputs)
+
+    def encode(self, message: EngineCoreOutputs) -> Sequence[Any]:
+        self.encoded += 1
+        return self._encode(message)
+
+    def writable(self) -> bool:
+        self.asked += 1
+        return self.open
+
+    def send(self, frames: Sequence[Any]) -> bool:
+        if self.refuse_sends:
+            self.refuse_sends -= 1
+            return False
+        assert self.open
+        self.messages.append(self._decoder.decode(frames[0], frames[1:]))
+        return True
+
+
+class Engine(EngineCore):
+    """Returns each request's prompt, one token a step, then stops; `sampling_params.seed` counts as stop reason."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, list[int]] = {}
+        self.events: list[Any] = []
+        self.refuse: Exception | None = None
+        self.on_step: Callable[[OutputBatch], None] | None = None
+        self.stats: SchedulerStats | None = None
+        self.futures: list[Future[Any]] = []
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self.events.append(("add", request.external_req_id))
+        if self.refuse is not None:
+            raise self.refuse
+        assert request.request_id not in self.requests
+        assert isinstance(request.prompt_token_ids, array)
+        self.requests[request.request_id] = list(request.prompt_token_ids)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        self.events.append(("abort", len(request_ids)))
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def step(self, outputs: OutputBatch) -> None:
+        self.events.append("step")
+        if self.on_step is not None:
+            self.on_step(outputs)
+        outputs.extend(list(self.requests), [tokens.pop(0) for tokens in self.requests.values()])
+        for request_id in [request_id for request_id, tokens in self.requests.items() if not tokens]:
+            del self.requests[request_id]
+            outputs.add(request_id, finish_reason="stop", stop_reason=1)
+
+    def scheduler_stats(self) -> SchedulerStats | None:
+        return self.stats
+
+    @utility
+    def echo(self, *args: Any, **kwargs: Any) -> Any:
+        self.events.append(("echo", *args))
+        return [list(args), kwargs]
+
+    @utility
+    def boom(self) -> None:
+        raise self.refuse or LookupError("no such thing")
+
+    @utility
+    def later(self) -> Future[Any]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    @utility
+    def set_stats(self, waiting: int) -> None:
+        self.stats = SchedulerStats(waiting=waiting)
+
+    @utility
+    def unsendable(self) -> Any:
+        return {"deep": object()}
+
+    def secret(self) -> None:
+        raise AssertionError("called from outside")
+
+
+class Core:
+    """A loop with all that belongs to it."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.inbox = Inbox()
+        self.port = Port()
+        self.loop = BusyLoop(self.engine, self.inbox, self.port, rank=RANK, epoch=EPOCH)
+
+    def add(self, handle: int, tokens: Sequence[int] = (1, 2, 3), request_id: str = "") -> None:
+        prompt = array("i", tokens).tobytes()
+        self.inbox.put(AddRequest(EPOCH, handle, request_id or f"r{handle}", prompt, SamplingParams()))
+
+    def abort(self, *handles: int) -> None:
+        self.inbox.put(AbortRequests(EPOCH, list(handles)))
+
+    def call(self, call_id: int, method: str, *args: Any, **kwargs: Any) -> None:
+        self.inbox.put(UtilityCall(EPOCH, call_id, method, list(args), kwargs))
+
+    def settle(self, limit: int = 200) -> None:
+        """Turns until the loop would sleep."""
+        for _ in range(limit):
+            try:
+                self.loop.turn()
+            except Asleep:
+                return
+        raise AssertionError("the loop does not come to rest")
+
+    # --- what a client sees ---
+
+    def sent(self) -> dict[int, list[Any]]:
+        """All that was sent, by handle: tokens, and at the end the finish reason. Checks the messages."""
+        found: dict[int, list[Any]] = defaultdict(list)
+        for number, message in enumerate(self.port.messages):
+            assert (message.sequence, message.epoch, message.engine_index) == (number, EPOCH, RANK)
+            message.request_ids = [str(handle) for handle in message.handles]
+            for output in message.outputs:
+                handle = int(output.request_id)
+                assert not (found[handle] and isinstance(found[handle][-1], str)), "an output behind the end"
+                found[handle] += output.new_token_ids
+                if output.finish_reason is not None:
+                    found[handle].append(output.finish_reason)
+        return dict(found)
+
+    def answers(self) -> list[UtilityOutput]:
+        return [message.utility_output for message in self.port.messages if message.utility_output is not None]
+
+    def errors(self) -> dict[int, str]:
+        return {
+            message.handles[position]: text
+            for message in self.port.messages
+            if message.extras is not None
+            for position, text in message.extras.errors.items()
+        }
+
+    def stats(self) -> list[SchedulerStats]:
+        return [message.scheduler_stats for message in self.port.messages if message.scheduler_stats is not None]
+
+
+@pytest.fixture
+def core() -> Core:
+    return Core()
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_requests_run_to_their_end(core: Core) -> None:
+    core.add(0, [1, 2, 3])
+    core.add(1, [4])
+    core.settle()
+    assert core.sent() == {0: [1, 2, 3, "stop"], 1: [4, "stop"]}
+    assert len(core.port.messages) == 3  # one a step
+
+
+def test_one_step_is_one_message_with_plain_columns(core: Core) -> None:
+    core.add(0, [1, 2])
+    core.add(1, [3, 4])
+    core.loop.turn()
+    [message] = core.port.messages
+    assert (message.handles, message.tokens, message.counts) == ([0, 1], [1, 3], None)
+    assert (message.finished, message.extras) == (None, None)
+    assert message.timestamp > 0
+
+
+def test_the_engine_sees_unique_ids_and_the_user_s_name(core: Core) -> None:
+    core.add(0, request_id="same")
+    core.add(1, request_id="same")
+    core.loop.turn()
+    assert len(core.engine.requests) == 2
+    assert core.engine.events[:2] == [("add", "same"), ("add", "same")]
+
+
+def test_a_request_after_an_aborted_one_of_the_same_name(core: Core) -> None:
+    core.add(0, [1, 2], request_id="same")
+    core.loop.turn()
+    core.abort(0)
+    core.add(1, [7], request_id="same")
+    core.settle()
+    assert core.sent() == {0: [1], 1: [7, "stop"]}
+
+
+def test_an_abort_before_any_step(core: Core) -> None:
+    core.add(0)
+    core.abort(0)
+    core.settle()
+    assert core.engine.events == [("add", "r0"), ("abort", 1)]
+    assert core.sent() == {}
+
+
+def test_an_abort_between_steps_ends_the_tokens(core: Core) -> None:
+    core.add(0)
+    core.add(1)
+    core.loop.turn()
+    core.abort(0)
+    core.settle()
+    assert core.sent() == {0: [1], 1: [1, 2, 3, "stop"]}
+
+
+def test_an_engine_that_goes_on_with_an_aborted_request_is_not_heard(core: Core) -> None:
+    core.add(0)
+    core.loop.turn()
+    [request_id] = core.engine.requests
+    core.add(1)
+    core.abort(0)
+    core.engine.on_step = lambda outputs: outputs.add(request_id, [99], finish_reason="stop")
+    core.settle()
+    assert core.sent() == {0: [1], 1: [1, 2, 3, "stop"]}
+
+
+def test_aborts_of_unknown_finished_and_aborted_requests_do_nothing(core: Core) -> None:
+    core.add(0, [1])
+    core.settle()
+    core.abort(0, 77)
+    core.add(1)
+    core.abort(1, 1)
+    core.abort(1)
+    core.settle()
+    assert core.engine.events == [("add", "r0"), "step", ("add", "r1"), ("abort", 1)]
+    assert core.sent() == {0: [1, "stop"]}
+
+
+def test_an_abort_of_several_is_one_call(core: Core) -> None:
+    for handle in range(3):
+        core.add(handle)
+    core.abort(0, 9, 2)
+    core.loop.turn()
+    assert core.engine.events[3] == ("abort", 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (InvalidRequestError("no such adapter"), "no such adapter"),
+        (ValueError("odd"), "ValueError: odd"),
+        (KeyError("x"), "KeyError: 'x'"),
+    ],
+)
+def test_a_request_that_the_engine_refuses_fails_alone(core: Core, error: Exception, text: str) -> None:
+    core.add(0, [1, 2])
+    core.loop.turn()
+    core.engine.refuse = error
+    core.add(1)
+    core.loop.turn()
+    core.engine.refuse = None
+    core.add(2, [5])
+    core.settle()
+    assert core.sent() == {0: [1, 2, "stop"], 1: ["error"], 2: [5, "stop"]}
+    assert core.errors() == {1: text}
+
+
+def test_a_bad_request_fails_alone(core: Core) -> None:
+    core.add(0, [1])
+    core.inbox.put(BadRequest(1, "undecodable"))
+    core.settle()
+    assert core.sent() == {0: [1, "stop"], 1: ["error"]}
+    assert core.errors() == {1: "undecodable"}
+    assert ("add", "r1") not in core.engine.events
+
+
+def test_a_prompt_with_a_part_of_a_token_fails_alone(core: Core) -> None:
+    """One bad ADD fails that one request (DESIGN.md, section 8)."""
+    core.add(0, [1])
+    core.inbox.put(AddRequest(EPOCH, 1, "r1", b"12345", SamplingParams()))
+    core.settle()
+    assert core.sent() == {0: [1, "stop"], 1: ["error"]}
+
+
+def test_an_error_text_that_utf8_cannot_hold_fails_alone(core: Core) -> None:
+    """File names that are no UTF-8 put lone surrogates into messages of exceptions."""
+    core.add(0, [1])
+    core.loop.turn()
+    core.engine.refuse = InvalidRequestError("no such file: \udcff")
+    core.add(1)
+    core.settle()
+    assert core.sent() == {0: [1, "stop"], 1: ["error"]}
+    assert core.errors()[1].startswith("no such file: ")
+
+
+def test_an_exception_of_a_step_passes_through(core: Core) -> None:
+    def fail(outputs: OutputBatch) -> None:
+        raise RuntimeError("boom")
+
+    core.engine.on_step = fail
+    core.add(0)
+    with pytest.raises(RuntimeError, match="boom"):
+        core.loop.run()
+
+
+# --- a port that refuses ---------------------------------------------------------------------------------------------
+
+
+def test_refused_outputs_merge_into_one_message(core: Core) -> None:
+    core.add(0, [1, 2, 3, 4])
+    core.add(1, [5, 6])
+    core.port.open = False
+    for _ in range(3):
+        core.loop.turn()
+    assert core.port.encoded == 0  # nothing is encoded in order to be refused
+    core.port.open = True
+    core.loop.turn()
+    [message] = core.port.messages
+    assert core.sent() == {0: [1, 2, 3, 4, "stop"], 1: [5, 6, "stop"]}
+    assert message.sequence == 0
+
+
+def test_a_send_that_is_refused_loses_nothing_and_takes_no_number(core: Core) -> None:
+    core.add(0)
+    core.port.refuse_sends = 2
+    core.settle()
+    assert core.sent() == {0: [1, 2, 3, "stop"]}
+
+
+def test_the_last_outputs_leave_with_no_work_left(core: Core) -> None:
+    core.add(0, [1])
+    core.port.open = False
+    for _ in range(12):
+        core.loop.turn()
+    assert core.port.messages == []
+    # The first turn had work; every other one waited, first briefly, then longer, within 1 to 20 ms.
+    assert len(core.inbox.waits) == 11
+    assert all(0.001 <= wait <= 0.020 for wait in core.inbox.waits)
+    assert core.inbox.waits == sorted(core.inbox.waits)
+    assert core.inbox.waits[-1] == 0.020
+    core.port.open = True
+    core.settle()
+    assert core.sent() == {0: [1, "stop"]}
+
+
+def test_the_wait_is_short_again_after_a_success(core: Core) -> None:
+    for handle in range(2):
+        core.inbox.waits.clear()
+        core.port.open = False
+        core.add(handle, [1])
+        for _ in range(10):
+            core.loop.turn()
+        assert core.inbox.waits[0] <= 0.004
+        core.port.open = True
+        core.settle()
+    assert core.sent() == {0: [1, "stop"], 1: [1, "stop"]}
+
+
+def test_with_nothing_to_send_the_loop_sleeps(core: Core) -> None:
+    with pytest.raises(Asleep):
+        core.loop.turn()
+    core.add(0, [1])
+    core.settle()
+    asked = core.port.asked
+    with pytest.raises(Asleep):
+        core.loop.turn()
+    assert core.port.asked == asked
+    assert core.inbox.waits == []
+
+
+def test_answers_keep_their_place_behind_outputs_while_the_port_refuses(core: Core) -> None:
+    core.add(0, [1, 2])
+    core.port.open = False
+    core.loop.turn()
+    core.call(0, "echo", "a")
+    core.call(1, "echo", "b")
+    core.loop.turn()
+    core.port.open = True
+    core.settle()
+    assert core.sent() == {0: [1, 2, "stop"]}
+    assert [answer.call_id for answer in core.answers()] == [0, 1]
+    assert core.port.messages[0].handles and core.port.messages[0].utility_output is None
+
+
+def test_an_abort_during_refusal_keeps_what_there_was(core: Core) -> None:
+    core.add(0)
+    core.port.open = False
+    core.loop.turn()
+    core.abort(0)
+    core.loop.turn()
+    core.port.open = True
+    core.settle()
+    assert core.sent() == {0: [1]}
+
+
+# --- utility calls ---------------------------------------------------------------------------------------------------
+
+
+def test_a_utility_call_is_answered(core: Core) -> None:
+    core.call(5, "echo", 1, "two", key=[3])
+    core.settle()
+    assert core.answers() == [UtilityOutput(5, [[1, "two"], {"key": [3]}])]
+
+
+def test_a_utility_call_has_its_place_between_requests(core: Core) -> None:
+    core.add(0)
+    core.call(0, "echo", "x")
+    core.abort(0)
+    core.settle()
+    assert core.engine.events == [("add", "r0"), ("echo", "x"), ("abort", 1)]
+
+
+def test_what_a_utility_raises_reaches_its_caller(core: Core) -> None:
+    core.call(0, "boom")
+    core.call(1, "echo", no_such="x")
+    core.call(2, "boom", 1, 2, 3)
+    core.settle()
+    first, second, third = core.answers()
+    assert first.error is not None
+    assert (first.error.type, first.error.message) == ("LookupError", "no such thing")
+    assert "in boom" in first.error.traceback
+    assert second.error is None
+    assert third.error is not None and third.error.type == "TypeError"
+
+
+class Rude(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [ValueError("not UTF-8: \udcff"), Rude()], ids=["surrogates", "no text"])
+def test_an_exception_with_an_impossible_text_reaches_its_caller(core: Core, error: Exception) -> None:
+    core.engine.refuse = error
+    core.call(0, "boom")
+    core.settle()
+    [answer] = core.answers()
+    assert answer.error is not None
+
+
+@pytest.mark.parametrize("method", ["secret", "step", "shutdown", "__init__", "no_such", "requests", ""])
+def test_only_marked_methods_can_be_called(core: Core, method: str) -> None:
+    core.call(0, method)
+    core.settle()
+    [answer] = core.answers()
+    assert answer.error is not None
+    assert answer.error.type == UTILITY_NOT_FOUND == "outboard.errors.UtilityNotFoundError"
+    assert f"no utility method {method!r}" in answer.error.message
+    assert "it has: boom, echo, later, set_stats, unsendable" in answer.error.message
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_of_that_call(core: Core) -> None:
+    core.add(0, [1])
+    core.call(0, "unsendable")
+    core.call(1, "echo")
+    core.settle()
+    first, second = core.answers()
+    assert first.error is not None
+    assert "builtins.object cannot be sent" in first.error.message
+    assert second == UtilityOutput(1, [[], {}])
+    assert core.sent() == {0: [1, "stop"]}
+
+
+@pytest.mark.parametrize("value", [2**64, "\udcff", {1: {2: 1j}}], ids=["huge", "surrogate", "complex"])
+def test_other_values_that_cannot_be_sent(core: Core, value: Any) -> None:
+    core.call(0, "later")
+    core.settle()
+    core.engine.futures[0].set_result(value)
+    core.settle()
+    [answer] = core.answers()
+    assert answer.error is not None
+
+
+def test_deferred_results_are_answered_in_the_order_in_which_they_come(core: Core) -> None:
+    for call_id in range(3):
+        core.call(call_id, "later")
+    core.settle()
+    assert core.answers() == []
+    core.engine.futures[2].set_result("two")
+    core.engine.futures[0].set_exception(OSError("disk"))
+    core.settle()
+    second, first = core.answers()
+    assert second == UtilityOutput(2, "two")
+    assert first.call_id == 0
+    assert first.error is not None and (first.error.type, first.error.message) == ("OSError", "disk")
+    core.engine.futures[1].cancel()
+    core.settle()
+    error = core.answers()[2].error
+    assert error is not None and error.type.endswith("CancelledError")
+
+
+def test_a_future_that_is_done_already_is_answered_in_the_same_turn(core: Core) -> None:
+    core.engine.later = None  # type: ignore[assignment,method-assign]
+    done: Future[str] = Future()
+    done.set_result("at once")
+    core.loop._utilities["later"] = lambda: done
+    core.call(0, "later")
+    core.loop.turn()
+    assert core.answers() == [UtilityOutput(0, "at once")]
+
+
+def test_arrays_are_sent_as_results_of_utilities(core: Core) -> None:
+    core.call(0, "later")
+    core.settle()
+    core.engine.futures[0].set_result(np.arange(1000))
+    core.settle()
+    assert core.answers()[0].result.tolist() == list(range(1000))
+
+
+# --- results that cannot be sent -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finish_reason", [None, "stop"])
+def test_a_result_that_cannot_be_sent_ends_its_request_alone(core: Core, finish_reason: Any) -> None:
+    core.add(0, [1, 2])
+    core.add(1, [3, 4, 5])
+    core.add(2, [5, 6])
+    core.loop.turn()
+    ids = list(core.engine.requests)
+
+    def results(outputs: OutputBatch) -> None:
+        core.engine.on_step = None
+        outputs.add(ids[0], result={"fine": 1})
+        outputs.add(ids[1], finish_reason=finish_reason, result=object())
+        if finish_reason is not None:
+            del core.engine.requests[ids[1]]
+
+    core.engine.on_step = results
+    core.settle()
+    sent = core.sent()
+    assert sent[0] == [1, 2, "stop"]
+    assert sent[2] == [5, 6, "stop"]
+    assert sent[1][-1] == "error"
+    assert "builtins.object cannot be sent" in core.errors()[1]
+    assert [message.extras.results for message in core.port.messages if message.extras] == [{0: {"fine": 1}}]
+    assert not core.engine.requests
+
+
+def test_the_engine_is_told_to_drop_a_request_whose_result_cannot_be_sent(core: Core) -> None:
+    core.add(0, [1, 2, 3, 4])
+    core.loop.turn()
+    [request_id] = core.engine.requests
+    core.engine.on_step = lambda outputs: outputs.add(request_id, result=object())
+    core.settle()
+    assert ("abort", 1) in core.engine.events
+    assert core.sent()[0][-1] == "error"
+
+
+# --- load ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_stats_of_its_own_open_requests_count_as_running(core: Core) -> None:
+    core.add(0, [1, 2, 3])
+    core.add(1, [1])
+    core.settle()
+    assert core.stats() == [SchedulerStats(running=2), SchedulerStats(running=1), SchedulerStats(running=0)][
+        -len(core.stats()) :
+    ]
+    assert core.stats()[-1] == SchedulerStats()
+
+
+def test_stats_are_sent_when_they_change_only(core: Core) -> None:
+    core.engine.stats = SchedulerStats(waiting=1)
+    core.add(0, [1, 2, 3, 4])
+    core.settle()
+    assert core.stats() == [SchedulerStats(waiting=1)]
+
+
+def test_stats_are_sent_when_idle_too(core: Core) -> None:
+    core.call(0, "set_stats", 5)
+    core.settle()
+    assert core.stats() == [SchedulerStats(waiting=5)]
+    core.engine.stats = SchedulerStats(waiting=6)
+    core.abort(77)
+    core.settle()
+    assert core.port.messages[-1].scheduler_stats == SchedulerStats(waiting=6)
+    assert core.port.messages[-1].handles == []
+
+
+def test_refused_stats_are_sent_later_and_are_the_latest(core: Core) -> None:
+    core.port.open = False
+    for waiting in (1, 2, 3):
+        core.engine.stats = SchedulerStats(waiting=waiting)
+        core.abort(77)
+        core.loop.turn()
+    core.port.open = True
+    core.settle()
+    assert core.stats() == [SchedulerStats(waiting=3)]
+
+
+def test_stats_that_are_gone_before_they_were_sent_leave_nothing_to_send(core: Core) -> None:
+    core.port.open = False
+    core.call(0, "set_stats", 5)
+    core.loop.turn()
+    core.engine.stats = None
+    core.port.open = True
+    core.settle()
+    assert core.stats() == []
+    assert len(core.port.messages) == 1
+
+
+def test_an_engine_may_change_and_return_the_same_stats_object(core: Core) -> None:
+    core.engine.stats = SchedulerStats(waiting=1)
+    core.abort(77)
+    core.settle()
+    core.engine.stats.waiting = 2
+    core.abort(77)
+    core.settle()
+    assert [stats.waiting for stats in core.stats()] == [1, 2]
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_stop_aborts_everything_and_says_so(core: Core) -> None:
+    core.add(0, [1])
+    core.add(1)
+    core.add(2)
+    core.loop.turn()
+    core.inbox.put(Stop())
+    core.loop.run()
+    assert core.sent() == {0: [1, "stop"], 1: [1, "abort"], 2: [1, "abort"]}
+    assert core.engine.events[-1] == ("abort", 2)
+    assert not core.engine.requests
+
+
+def test_stop_with_nothing_to_do(core: Core) -> None:
+    core.inbox.put(Stop())
+    core.loop.run()
+    assert core.engine.events == []
+    assert core.port.messages == []
+
+
+def test_stop_twice(core: Core) -> None:
+    core.add(0)
+    core.loop.turn()
+    core.inbox.put(Stop())
+    core.inbox.put(Stop())
+    core.loop.run()
+    assert core.sent() == {0: [1, "abort"]}
+
+
+def test_no_step_is_made_after_stop(core: Core) -> None:
+    core.add(0)
+    core.inbox.put(Stop())
+    core.loop.run()
+    assert "step" not in core.engine.events
+    assert core.sent() == {0: ["abort"]}
+
+
+def test_what_came_before_stop_is_answered(core: Core) -> None:
+    core.call(0, "echo")
+    core.inbox.put(Stop())
+    core.loop.run()
+    assert [answer.call_id for answer in core.answers()] == [0]
+
+
+def test_a_request_behind_stop_is_not_left_in_the_engine(core: Core) -> None:
+    """`shutdown` is called with all requests aborted."""
+    core.inbox.put(Stop())
+    core.add(0)
+    core.loop.run()
+    assert not core.engine.requests
+
+
+def test_outputs_that_are_refused_for_a_moment_leave_before_the_end(core: Core) -> None:
+    """STOPPING --all requests aborted, outputs flushed--> STOPPED"""
+    core.add(0)
+    core.loop.turn()
+    core.port.refuse_sends = 1
+    core.inbox.put(Stop())
+    core.loop.run()
+    assert core.sent() == {0: [1, "abort"]}
+
+
+def test_stop_ends_the_loop_with_a_port_that_never_opens_again(core: Core) -> None:
+    core.add(0)
+    core.port.open = False
+    core.loop.turn()
+    core.inbox.put(Stop())
+    thread = threading.Thread(target=core.loop.run, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_sleeping_loop_is_woken_by_its_queue() -> None:
+    """With a real queue and a thread: requests, a deferred result and the end all wake it."""
+    engine, inbox, port = Engine(), SimpleQueue[Any](), Port()
+    thread = threading.Thread(target=BusyLoop(engine, inbox, port).run, daemon=True)
+    thread.start()
+    asked = threading.Event()
+    engine.later = None  # type: ignore[assignment,method-assign]
+    answered = threading.Event()
+    send = port.send
+
+    def notice(frames: Sequence[Any]) -> bool:
+        taken = send(frames)
+        if port.messages[-1].utility_output is not None:
+            (asked if port.messages[-1].utility_output.call_id == 0 else answered).set()
+        return taken
+
+    port.send = notice  # type: ignore[method-assign]
+    inbox.put(UtilityCall(0, 1, "later", [], {}))
+    inbox.put(UtilityCall(0, 0, "echo", [], {}))
+    assert asked.wait(10)
+    engine.futures[0].set_result("x")
+    assert answered.wait(10)
+    inbox.put(Stop())
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+# --- random scripts --------------------------------------------------------------------------------------------------
+
+scripts = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 6)),
+        st.tuples(st.just("abort"), st.lists(st.integers(0, 12), max_size=3)),
+        st.tuples(st.just("turn"), st.integers(1, 3)),
+        st.tuples(st.just("port"), st.booleans()),
+        st.tuples(st.just("refuse sends"), st.integers(1, 2)),
+        st.tuples(st.just("refuse request"), st.just(0)),
+        st.tuples(st.just("bad request"), st.just(0)),
+        st.tuples(st.just("call"), st.sampled_from(["echo", "boom", "unsendable", "no_such"])),
+    ),
+    max_size=40,
+)
+
+
+@given(scripts)
+def test_each_live_request_gets_exactly_its_tokens_in_order(script: list[tuple[str, Any]]) -> None:
+    core = Core()
+    handle = calls = 0
+    expected: dict[int, list[Any]] = {}
+    aborted: set[int] = set()
+    for name, value in script:
+        if name == "add":
+            expected[handle] = [*range(handle * 10, handle * 10 + value), "stop"]
+            core.add(handle, expected[handle][:-1])
+            handle += 1
+        elif name == "abort":
+            core.abort(*value)
+            aborted.update(number for number in value if number < handle)
+        elif name == "turn":
+            for _ in range(value):
+                core.abort()  # wakes it; aborts nothing
+                core.loop.turn()
+        elif name == "port":
+            core.port.open = value
+        elif name == "refuse sends":
+            core.port.refuse_sends = value
+        elif name == "refuse request":
+            core.abort()
+            core.loop.turn()  # what was added before is in
+            core.engine.refuse = InvalidRequestError("no")
+            core.add(handle)
+            core.loop.turn()
+            core.engine.refuse = None
+            expected[handle] = ["error"]
+            handle += 1
+        elif name == "bad request":
+            core.inbox.put(BadRequest(handle, "bad"))
+            expected[handle] = ["error"]
+            handle += 1
+        else:
+            core.call(calls, value)
+            calls += 1
+    core.port.open = True
+    core.settle()
+    sent = core.sent()  # which checks that numbers have no gap, and that nothing follows an end
+    for number, tokens in expected.items():
+        got = sent.get(number, [])
+        assert got == (tokens[: len(got)] if number in aborted else tokens)
+    assert set(sent) <= set(expected)
+    assert [answer.call_id for answer in core.answers()] == list(range(calls))
+    assert core.loop._request_ids == {}
+    assert len(core.loop._batch) == 0
+    assert all(stats.running <= handle for stats in core.stats())

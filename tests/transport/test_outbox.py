@@ -1,0 +1,252 @@
+"""What a client sends: held where ZeroMQ refuses, in order, one peer apart from the other.
+
+Over `inproc` a high-water mark of 2 at both ends is exactly 4 messages, so nothing here depends on time. Retries run when
+the test says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outboard.config import TransportConfig
+from outboard.transport.outbox import Outbox
+from outboard.transport.sockets import InputReceiver, ZmqContext, ZmqSocket, bind_input, wait_for_peers
+
+ADDRESS = "inproc://input"
+TIGHT = TransportConfig(high_water_mark=2)
+ROOM = 4
+
+
+class Timer:
+    """Keeps what was to be called later."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], None]] = []
+        self.delays: list[float] = []
+
+    def __call__(self, delay: float, callback: Callable[[], None]) -> None:
+        self.delays.append(delay)
+        self.due.append(callback)
+
+    def run(self) -> None:
+        due, self.due = self.due, []
+        for callback in due:
+            callback()
+
+
+@pytest.fixture
+def router(context: ZmqContext) -> Iterator[ZmqSocket]:
+    router = bind_input(context, ADDRESS, TIGHT)
+    yield router
+    router.close()
+
+
+@pytest.fixture
+def timer() -> Timer:
+    return Timer()
+
+
+def connect(context: ZmqContext, router: ZmqSocket, identity: bytes) -> InputReceiver:
+    receiver = InputReceiver(context, ADDRESS, identity, TIGHT)
+    assert wait_for_peers(router, {identity}, 10) == set()
+    return receiver
+
+
+def message(number: int) -> list[Any]:
+    return [b"\x00", number.to_bytes(4, "big")]
+
+
+def receive(receiver: InputReceiver) -> int:
+    frames = receiver.receive()
+    assert frames is not None
+    kind, body = frames[:2]
+    assert bytes(kind) == b"\x00"
+    return int.from_bytes(body, "big")
+
+
+def test_messages_leave_at_once_while_there_is_room(context: ZmqContext, router: ZmqSocket, timer: Timer) -> None:
+    receiver = connect(context, router, b"a")
+    outbox = Outbox(router, b"a", timer)
+    for number in range(100):
+        outbox.send(message(number))
+        assert receive(receiver) == number
+    assert (len(outbox), timer.due, outbox.unreachable) == (0, [], False)
+
+
+def test_what_is_refused_is_held_and_sent_later_in_order(
+    context: ZmqContext, router: ZmqSocket, timer: Timer
+) -> None:
+    receiver = connect(context, router, b"a")
+    outbox = Outbox(router, b"a", timer)
+    for number in range(20):
+        outbox.send(message(number))
+    assert len(outbox) == 20 - ROOM
+    assert not outbox.unreachable
+    got = [receive(receiver)]
+    outbox.send(message(20))  # there is room now, but others wait
+    assert len(outbox) == 21 - ROOM
+    while len(got) < 21:
+        timer.run()
+        got.append(receive(receiver))
+    assert got == list(range(21))
+    timer.run()
+    assert (len(outbox), timer.due) == (0, [])
+
+
+def test_retries_come_one_at_a_time_after_1_to_20_ms(context: ZmqContext, router: ZmqSocket, timer: Timer) -> None:
+    receiver = connect(context, router, b"a")
+    outbox = Outbox(router, b"a", timer)
+    for number in range(10):
+        outbox.send(message(number))
+        assert len(timer.due) == (1 if number >= ROOM else 0)
+    for _ in range(10):
+        timer.run()
+        assert len(timer.due) == 1
+    assert timer.delays[0] == 0.001
+    assert timer.delays == sorted(timer.delays)
+    assert timer.delays[-1] == 0.020
+    receive(receiver)
+    receive(receiver)  # a pipe gives room in batches of half its size
+    timer.run()
+    assert len(outbox) < 10 - ROOM
+    assert timer.delays[-1] == 0.001  # it moves again
+    while len(outbox):
+        receive(receiver)
+        timer.run()
+    timer.run()
+    timer.delays.clear()
+    for number in range(10):
+        outbox.send(message(number))
+    assert timer.delays[0] == 0.001
+
+
+def test_a_held_message_can_be_taken_back(context: ZmqContext, router: ZmqSocket, timer: Timer) -> None:
+    receiver = connect(context, router, b"a")
+    outbox = Outbox(router, b"a", timer)
+    for number in range(8):
+        outbox.send(message(number), key=number)
+    outbox.send(message(8))
+    assert not outbox.take_back(0)  # it has been sent
+    assert not outbox.take_back(99)
+    assert outbox.take_back(5)
+    assert not outbox.take_back(5)
+    assert outbox.take_back(7)
+    got: list[int] = []
+    while len(got) < 7:
+        got.append(receive(receiver))
+        timer.run()
+    assert got == [0, 1, 2, 3, 4, 6, 8]
+    assert len(outbox) == 0
+
+
+def test_a_blocked_peer_delays_no_other(context: ZmqContext, router: ZmqSocket, timer: Timer) -> None:
+    connect(context, router, b"blocked")
+    receiver = connect(context, router, b"fine")
+    blocked, fine = Outbox(router, b"blocked", timer), Outbox(router, b"fine", timer)
+    for number in range(50):
+        blocked.send(message(number))
+        fine.send(message(number))
+        assert receive(receiver) == number
+        timer.run()
+    assert (len(blocked), len(fine)) == (50 - ROOM, 0)
+
+
+def test_a_peer_that_is_not_there_yet(context: ZmqContext, router: ZmqSocket, timer: Timer) -> None:
+    outbox = Outbox(router, b"late", timer)
+    outbox.send(message(0))
+    assert outbox.unreachable
+    outbox.send(message(1))
+    timer.run()
+    assert (len(outbox), len(timer.due), outbox.unreachable) == (2, 1, True)
+    receiver = connect(context, router, b"late")
+    timer.run()
+    assert [receive(receiver), receive(receiver)] == [0, 1]
+    assert (len(outbox), outbox.unreachable) == (0, False)
+
+
+def test_clear_forgets_what_is_held(context: ZmqContext, router: ZmqSocket, timer: Timer) -> None:
+    outbox = Outbox(router, b"gone", timer)
+    for number in range(3):
+        outbox.send(message(number), key=number)
+    outbox.clear()
+    assert (len(outbox), outbox.take_back(1)) == (0, False)
+    timer.run()
+    assert timer.due == []
+    outbox.send(message(3))  # and it goes on
+    assert len(timer.due) == 1
+
+
+def test_a_retry_after_the_socket_was_closed(context: ZmqContext, router: ZmqSocket, timer: Timer) -> None:
+    outbox = Outbox(router, b"gone", timer)
+    outbox.send(message(0))
+    router.close()
+    timer.run()
+    assert timer.due == []
+
+
+# --- auxiliary frames ------------------------------------------------------------------------------------------------
+
+
+def test_buffers_are_kept_until_zeromq_has_let_go(
+    context: ZmqContext, router: ZmqSocket, timer: Timer, eventually: Callable[..., Any]
+) -> None:
+    receiver = connect(context, router, b"a")
+    outbox = Outbox(router, b"a", timer)
+    array = np.arange(100_000)
+    gone = weakref.ref(array)
+    outbox.send([*message(0), array.reshape(-1).view(np.uint8).data])
+    expected = array.tobytes()
+    del array
+    gc.collect()
+    outbox.free_sent()
+    assert len(outbox.tracked) == 1
+    assert gone() is not None
+    frames = receiver.receive()
+    assert frames is not None
+    assert bytes(frames[2]) == expected
+    del frames
+
+    def freed() -> bool:
+        outbox.free_sent()
+        return not outbox.tracked
+
+    eventually(freed)
+    gc.collect()
+    assert gone() is None
+
+
+def test_held_buffers_are_the_caller_s_memory_and_arrive_whole(
+    context: ZmqContext, router: ZmqSocket, timer: Timer, eventually: Callable[..., Any]
+) -> None:
+    receiver = connect(context, router, b"a")
+    outbox = Outbox(router, b"a", timer)
+    arrays = [np.full(100_000, number, np.uint8) for number in range(12)]
+    for number, array in enumerate(arrays):
+        outbox.send([*message(number), array.data, b"small", array.data])
+    assert len(outbox) == len(arrays) - ROOM
+    assert len(outbox.tracked) == ROOM
+    for number in range(len(arrays)):
+        frames = receiver.receive()
+        assert frames is not None
+        assert [len(frame) for frame in frames] == [1, 4, 100_000, 5, 100_000]
+        assert (np.frombuffer(frames[2], np.uint8) == number).all()
+        assert (np.frombuffer(frames[4], np.uint8) == number).all()
+        del frames
+        timer.run()
+    outbox.send(message(99))  # sending frees, too
+    eventually(lambda: (outbox.free_sent(), not outbox.tracked)[1])
+
+
+def test_messages_with_no_auxiliary_frames_are_not_tracked(
+    context: ZmqContext, router: ZmqSocket, timer: Timer
+) -> None:
+    connect(context, router, b"a")
+    outbox = Outbox(router, b"a", timer)
+    outbox.send(message(0))
+    assert not outbox.tracked

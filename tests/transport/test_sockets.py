@@ -1,0 +1,208 @@
+"""The sockets' limits, and how each ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from outboard.config import TransportConfig
+from outboard.transport.sockets import (
+    ControlClient,
+    ControlServer,
+    InputReceiver,
+    OutputSender,
+    ZmqContext,
+    bind_input,
+    bind_output,
+    make_context,
+    wait_for_peers,
+)
+
+TIGHT = TransportConfig(high_water_mark=2)
+ROOM = 4  # over inproc, both ends count
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aux", [[], [b"x"], [b"x" * 100_000, b"", b"y"]], ids=["body", "two frames", "four frames"])
+def test_a_sender_refuses_whole_messages_at_its_high_water_mark(context: ZmqContext, aux: list[bytes]) -> None:
+    pull = bind_output(context, "inproc://output", TIGHT)
+    sender = OutputSender(context, "inproc://output", TIGHT)
+    for number in range(ROOM):
+        assert sender.writable()
+        assert sender.send([b"%d" % number, *aux])
+    for _ in range(3):
+        assert not sender.writable()
+        assert not sender.send([b"refused", *aux])
+    got = [pull.recv_multipart() for _ in range(ROOM)]
+    assert got == [[b"%d" % number, *aux] for number in range(ROOM)]
+    assert sender.writable()
+    assert sender.send([b"more", *aux])
+    assert pull.recv_multipart() == [b"more", *aux]
+    assert not pull.poll(0)  # nothing is left of what was refused
+
+
+def test_a_sender_with_no_peer_yet_holds_what_its_mark_allows(context: ZmqContext, short_tmp: Path) -> None:
+    address = f"ipc://{short_tmp}/output"
+    sender = OutputSender(context, address, TIGHT)
+    assert [sender.send([b"%d" % number]) for number in range(3)] == [True, True, False]
+    pull = bind_output(context, address, TIGHT)
+    assert [pull.recv() for _ in range(2)] == [b"0", b"1"]
+
+
+def test_what_a_sender_holds_leaves_while_it_closes(short_tmp: Path) -> None:
+    address = f"ipc://{short_tmp}/output"
+    ours, theirs = make_context(), make_context()
+    pull = bind_output(ours, address, TransportConfig())
+    sender = OutputSender(theirs, address, TransportConfig())
+    for number in range(500):
+        assert sender.send([b"%d" % number, b"x" * 10_000])
+    sender.close(10_000)
+    ended = threading.Thread(target=theirs.term)
+    ended.start()
+    assert [int(pull.recv_multipart()[0]) for _ in range(500)] == list(range(500))
+    ended.join(10)
+    assert not ended.is_alive()
+    ours.destroy(linger=0)
+
+
+def test_too_large_a_message_disconnects_its_sender_alone(context: ZmqContext, short_tmp: Path) -> None:
+    address = f"ipc://{short_tmp}/output"
+    pull = bind_output(context, address, TransportConfig(max_message_bytes=1000))
+    large, small = (OutputSender(context, address, TransportConfig()) for _ in range(2))
+    assert large.send([b"x" * 1001])
+    assert small.send([b"x" * 1000])
+    assert pull.poll(10_000)
+    assert len(pull.recv()) == 1000
+    assert not pull.poll(50)
+
+
+# --- input -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_receiver_gets_frames_and_ends_with_its_context(short_tmp: Path) -> None:
+    address = f"ipc://{short_tmp}/input"
+    ours, theirs = make_context(), make_context()
+    router = bind_input(ours, address, TransportConfig())
+    got: list[Any] = []
+
+    def receive() -> None:
+        receiver = InputReceiver(theirs, address, b"\x00id", TransportConfig())
+        while (frames := receiver.receive()) is not None:
+            got.append([bytes(frame) for frame in frames])
+        got.append("end")
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    assert wait_for_peers(router, {b"\x00id"}, 10) == set()
+    router.send_multipart([b"\x00id", b"\x00", b"body", b"aux"])
+    router.send_multipart([b"\x00id", b"\x01", b""])
+    answer = threading.Event()
+    router.send_multipart([b"\x00id", b"last"])
+    deadline = time.monotonic() + 10
+    while len(got) < 3 and time.monotonic() < deadline:
+        answer.wait(0.001)
+    closing = threading.Thread(target=theirs.term, daemon=True)  # blocks until the receiver's socket is closed
+    closing.start()
+    thread.join(10)
+    closing.join(10)
+    assert got == [[b"\x00", b"body", b"aux"], [b"\x01", b""], [b"last"], "end"]
+    assert not closing.is_alive()
+    ours.destroy(linger=0)
+
+
+def test_an_unknown_peer_is_an_error_not_a_silent_drop(context: ZmqContext) -> None:
+    router = bind_input(context, "inproc://input", TIGHT)
+    with pytest.raises(zmq.ZMQError) as caught:
+        router.send_multipart([b"nobody", b"x"], zmq.NOBLOCK)
+    assert caught.value.errno == zmq.EHOSTUNREACH
+
+
+def test_peers_that_do_not_come_are_told(context: ZmqContext) -> None:
+    router = bind_input(context, "inproc://input", TIGHT)
+    receiver = InputReceiver(context, "inproc://input", b"a", TIGHT)
+    assert wait_for_peers(router, {b"a", b"b"}, 0.01) == {b"b"}
+    assert wait_for_peers(router, {b"b"}, 0) == {b"b"}
+    assert wait_for_peers(router, set(), 10) == set()
+    assert receiver is not None
+
+
+def test_strangers_do_not_count_as_peers(context: ZmqContext) -> None:
+    router = bind_input(context, "inproc://input", TIGHT)
+    receivers = [InputReceiver(context, "inproc://input", name, TIGHT) for name in (b"stranger", b"a")]
+    assert wait_for_peers(router, {b"a"}, 10) == set()
+    assert len(receivers) == 2
+
+
+def test_sockets_have_the_configured_limits(context: ZmqContext) -> None:
+    config = TransportConfig(high_water_mark=7, max_message_bytes=5 << 30)
+    for bind in (bind_input, bind_output):
+        socket = bind(context, f"inproc://{bind.__name__}", config)
+        assert socket.getsockopt(zmq.SNDHWM) == socket.getsockopt(zmq.RCVHWM) == 7
+        assert socket.getsockopt(zmq.MAXMSGSIZE) == 5 << 30
+        assert socket.getsockopt(zmq.LINGER) == 0
+
+
+# --- control ---------------------------------------------------------------------------------------------------------
+
+
+def test_control_messages_go_both_ways(context: ZmqContext, short_tmp: Path) -> None:
+    address = f"ipc://{short_tmp}/control"
+    server = ControlServer(context, address)
+    clients = [ControlClient(context, address) for _ in range(2)]
+    senders = []
+    for number, client in enumerate(clients):
+        client.send(b"hello %d" % number)
+        assert server.wait([], 10) == set()
+        message = server.receive()
+        assert message is not None
+        assert message[1] == [b"hello %d" % number]
+        senders.append(message[0])
+    assert server.receive() is None
+    assert senders[0] != senders[1]
+    for number in (1, 0):
+        server.send(senders[number], b"answer %d" % number)
+    assert [client.receive() for client in clients] == [b"answer 0", b"answer 1"]
+    for client in clients:
+        client.close()
+    server.close()
+
+
+def test_a_control_peer_that_is_gone_is_no_error(
+    context: ZmqContext, short_tmp: Path, eventually: Callable[..., Any]
+) -> None:
+    address = f"ipc://{short_tmp}/control"
+    server = ControlServer(context, address)
+    client = ControlClient(context, address)
+    client.send(b"hello")
+    server.wait([], 10)
+    sender, _ = server.receive() or (b"", [])
+    client.close()
+    for _ in range(3):
+        server.send(sender, b"answer")
+    server.send(b"nobody", b"answer")
+    server.close()
+
+
+def test_the_control_server_waits_for_descriptors_too(context: ZmqContext, short_tmp: Path) -> None:
+    server = ControlServer(context, f"ipc://{short_tmp}/control")
+    (first, first_end), (second, second_end) = os.pipe(), os.pipe()
+    started = time.monotonic()
+    assert server.wait([first, second], 0.02) == set()
+    assert time.monotonic() - started >= 0.015
+    assert server.wait([first, second], -1) == set()
+    os.write(second_end, b"x")
+    assert server.wait([first, second], 10) == {second}
+    os.close(first_end)
+    assert server.wait([first, second], 10) == {first, second}
+    for fd in (first, second, second_end):
+        os.close(fd)
+    server.close()
