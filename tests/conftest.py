@@ -6,24 +6,20 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-Run = Callable[[Awaitable[Any]], Any]
-
-
-def children() -> list[psutil.Process]:
-    """Living processes that this one has started, at any depth."""
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+from support import Run, children
 
 
 @pytest.fixture
-def short_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def short_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory for sockets and temporary files of one test, with a path short enough for a Unix socket."""
+    tmp_path_factory.getbasetemp()  # pytest's own must not be made inside
     path = Path(tempfile.mkdtemp(prefix="ob-", dir="/tmp"))
     monkeypatch.setenv("TMPDIR", str(path))
     monkeypatch.setattr(tempfile, "tempdir", str(path))

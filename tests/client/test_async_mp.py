@@ -18,7 +18,6 @@ import numpy as np
 import psutil
 import pytest
 
-from conftest import Run, children
 from faulty import CallableEngine, DyingEngine
 from outboard import (
     AsyncMPClient,
@@ -38,6 +37,7 @@ from outboard import (
 )
 from outboard.client.pending import _process_utility_output
 from outboard.protocol.messages import ErrorReport, UtilityOutput
+from support import Run, children
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -148,7 +148,7 @@ def test_a_module_with_no_engine() -> None:
 
 
 def test_an_abstract_engine_names_what_it_lacks(module: Write) -> None:
-    with pytest.raises(EngineNotFoundError, match="does not define abort_requests, add_request, has_work$"):
+    with pytest.raises(EngineNotFoundError, match=r"does not define abort_requests, add_request, has_work$"):
         load_engine_class(f"{module()}:Abstract")
 
 
@@ -302,7 +302,7 @@ class Options(Engine):
         *,
         keyword: int = 0,
         anything: Any = None,
-        untyped=None,  # type: ignore[no-untyped-def]  # noqa: ANN001
+        untyped=None,  # type: ignore[no-untyped-def]
     ) -> None: ...
 
 

@@ -82,10 +82,9 @@ class Port:
         return self.open
 
     def send(self, frames: Sequence[Any]) -> bool:
-        if self.refuse_sends:
-            self.refuse_sends -= 1
+        if self.refuse_sends or not self.open:
+            self.refuse_sends = max(0, self.refuse_sends - 1)
             return False
-        assert self.open
         self.messages.append(self._decoder.decode(frames[0], frames[1:]))
         return True
 
@@ -373,7 +372,7 @@ def test_refused_outputs_merge_into_one_message(core: Core) -> None:
     core.port.open = False
     for _ in range(3):
         core.loop.turn()
-    assert core.port.encoded == 0  # nothing is encoded in order to be refused
+    assert core.port.encoded == 1  # once refused, nothing is encoded in order to be refused again
     core.port.open = True
     core.loop.turn()
     [message] = core.port.messages
@@ -613,9 +612,10 @@ def test_without_stats_of_its_own_open_requests_count_as_running(core: Core) -> 
     core.add(0, [1, 2, 3])
     core.add(1, [1])
     core.settle()
-    assert core.stats() == [SchedulerStats(running=2), SchedulerStats(running=1), SchedulerStats(running=0)][
-        -len(core.stats()) :
-    ]
+    assert (
+        core.stats()
+        == [SchedulerStats(running=2), SchedulerStats(running=1), SchedulerStats(running=0)][-len(core.stats()) :]
+    )
     assert core.stats()[-1] == SchedulerStats()
 
 

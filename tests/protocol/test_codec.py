@@ -61,9 +61,7 @@ OUTPUTS = EngineCoreOutputs(
     start_wave=2,
 )
 DEAD = EngineCoreDead(1, EPOCH, REPORT)
-INIT = Init(
-    "m:C", {"o": 1}, ["", "/x"], 1, 2, EPOCH, 0, b"\x00id", "ipc:///in", "ipc:///out", 1000, 1 << 32, 1 << 16
-)
+INIT = Init("m:C", {"o": 1}, ["", "/x"], 1, 2, EPOCH, 0, b"\x00id", "ipc:///in", "ipc:///out", 1000, 1 << 32, 1 << 16)
 MESSAGES: list[Any] = [
     ADD,
     AbortRequests(EPOCH, [0, 1, 2**62]),
@@ -262,7 +260,7 @@ def test_an_encoder_goes_on_after_an_error() -> None:
     ],
 )
 def test_a_message_of_another_shape(type_: Any, body: Any) -> None:
-    with pytest.raises(ProtocolError, match="undecodable message: ."):
+    with pytest.raises(ProtocolError, match=r"undecodable message: ."):
         MsgpackDecoder[Any](type_).decode(msgspec.msgpack.encode(body))
 
 

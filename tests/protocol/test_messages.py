@@ -43,9 +43,7 @@ def test_counts_divide_the_tokens() -> None:
 
 
 def test_a_request_may_occur_several_times() -> None:
-    found = outputs(
-        handles=[7, 8, 7], tokens=[1, 2, 3], finished=[(2, "stop", 3)], request_ids=["a", "b", "a"]
-    )
+    found = outputs(handles=[7, 8, 7], tokens=[1, 2, 3], finished=[(2, "stop", 3)], request_ids=["a", "b", "a"])
     assert [(output.request_id, output.new_token_ids, output.finish_reason) for output in found] == [
         ("a", [1], None),
         ("b", [2], None),

@@ -7,13 +7,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq
 
-from outboard.transport.sockets import ZmqContext, make_context
+from outboard.transport.sockets import ZmqContext
 
 
 @pytest.fixture
 def context() -> Iterator[ZmqContext]:
-    context = make_context()
+    """A context that closes its sockets after the test."""
+    sockets: list[Any] = []  # an unreferenced socket would warn that it was not closed
+
+    class Context(zmq.Context):  # type: ignore[type-arg]
+        def socket(self, *args: Any, **kwargs: Any) -> Any:
+            sockets.append(super().socket(*args, **kwargs))
+            return sockets[-1]
+
+    context = Context(io_threads=1)
     yield context
     context.destroy(linger=0)
 

@@ -135,7 +135,7 @@ class EngineProcess:
     def kill(self) -> None:
         """Have the warden kill the engine core and all its descendants. Does not wait."""
         if not self._forked():
-            self._release_owner_fd()
+            self.release()
             self.poll()  # if the warden is gone, what it left is killed there
 
     def stop(self, timeout: float) -> int:
@@ -161,7 +161,7 @@ class EngineProcess:
         """Have all ended and released in the background. For finalizers: takes no lock and never blocks."""
         if self._forked():
             return
-        self._release_owner_fd()
+        self.release()
         if self._may_release():
             try:
                 _thread.start_new_thread(self._finish, ())

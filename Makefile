@@ -1,0 +1,41 @@
+# Everything runs in .venv, which the first target makes. Use another interpreter with `make PYTHON=python3.12 ...`.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint bench clean
+
+## Install, fetch the small model, and stream an answer of it through an engine-core process.
+demo: .venv/demo
+	$(BIN)/outboard models pull smollm2-135m
+	$(BIN)/outboard generate "Name three planets." --chat --max-tokens 48
+
+## Install, lint, type-check, run all tests.
+test: .venv/dev lint
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+lint: .venv/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+## Streams, start-up and idle cost; see docs/architecture.md for what the figures mean.
+bench: .venv/dev
+	$(BIN)/python -m benchmarks.stream
+	$(BIN)/python -m benchmarks.startup
+	$(BIN)/python -m benchmarks.idle
+
+.venv/pip:
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/demo: .venv/pip pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[openvino]'
+	touch $@
+
+.venv/dev: .venv/pip pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,openvino,uvloop]'
+	touch $@ .venv/demo
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage
