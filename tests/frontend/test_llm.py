@@ -159,6 +159,17 @@ def test_stop_strings_end_the_request_in_the_engine_too(run: Run) -> None:
     on_llm(run, body, options={"step_ms": 0.1})
 
 
+def test_a_stop_token_is_among_the_tokens_but_not_in_the_text(run: Run) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        for include, text in ((False, "abc"), (True, "abcd")):
+            params = SamplingParams(stop_token_ids=[ord("d")], include_stop_str_in_output=include)
+            completion = [output async for output in llm.generate("abcdef", params)][-1].outputs[0]
+            assert (completion.finish_reason, completion.stop_reason) == ("stop", ord("d"))
+            assert (completion.text, bytes(completion.token_ids)) == (text, b"abcd")
+
+    on_llm(run, body)
+
+
 def test_64_at_once_every_token_accounted_for(run: Run) -> None:
     async def body(llm: AsyncLLM) -> None:
         prompts = [[(i * 7 + j) % 256 for j in range(20 + i)] for i in range(64)]

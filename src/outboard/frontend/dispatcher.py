@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from outboard.engine.core import Tokenizer
 from outboard.errors import EngineDeadError, SlowReaderError
 from outboard.frontend.stream import RequestState, Slot
 from outboard.frontend.text import BatchDetokenizer
@@ -26,7 +27,7 @@ class Dispatcher:
 
     Args:
         abort_handles: ends requests in the engine core.
-        detokenizer: None where the engine has no tokenizer.
+        tokenizer: None where the engine has none.
         stream_buffer_bytes: results that one slot may hold for its reader.
 
     Attributes:
@@ -36,11 +37,12 @@ class Dispatcher:
     def __init__(
         self,
         abort_handles: Callable[[Sequence[int]], None],
-        detokenizer: BatchDetokenizer | None,
+        tokenizer: Tokenizer | None,
         stream_buffer_bytes: int,
     ) -> None:
         self._abort_handles = abort_handles
-        self._detokenizer = detokenizer
+        self._detokenizer = BatchDetokenizer(tokenizer) if tokenizer is not None else None
+        self._eos = frozenset(tokenizer.eos_token_ids) if tokenizer is not None else frozenset()
         self._stream_buffer_bytes = stream_buffer_bytes
         self._slots: dict[int, Slot] = {}
         self.requests: dict[str, RequestState] = {}
@@ -141,7 +143,7 @@ class Dispatcher:
         """Moves the fresh tokens of these slots on: through the detokenizer, to readers and call-backs."""
         if self._detokenizer is not None:
             self._detokenizer.step(
-                (slot.text_state, slot.fresh, slot.finish_reason is not None)
+                (slot.text_state, self._tokens_with_text(slot), slot.finish_reason is not None)
                 for slot in touched
                 if slot.text_state is not None
             )
@@ -162,6 +164,15 @@ class Dispatcher:
         if stopped:
             self._abort_handles(stopped)
         self._notify(touched)
+
+    def _tokens_with_text(self, slot: Slot) -> list[int]:
+        """The fresh tokens without the one that stopped it: as in vLLM it is among the tokens, not in the text."""
+        fresh = slot.fresh
+        if fresh and slot.finish_reason == "stop" and (fresh[-1] == slot.stop_reason or fresh[-1] in self._eos):
+            state = slot.text_state
+            if state is not None and not state.include_stop:
+                return fresh[:-1]
+        return fresh
 
     def _end_by_text(self, slot: Slot, reason: FinishReason, stop_reason: str | None) -> list[int]:
         """Ends a slot for what its text is; the handles to abort in the engine core."""

@@ -18,7 +18,7 @@ from outboard.errors import ClientClosedError, ConfigError, DuplicateRequestErro
 from outboard.frontend.dispatcher import Dispatcher
 from outboard.frontend.prompt import Prompt, PromptProcessor
 from outboard.frontend.stream import OnOutput, RequestStream, Slot
-from outboard.frontend.text import BatchDetokenizer, TextState
+from outboard.frontend.text import TextState
 from outboard.protocol.messages import EngineCoreRequest, EngineInfo
 from outboard.protocol.sampling import SamplingParams
 
@@ -205,7 +205,7 @@ class _Running:
         self._prompts = PromptProcessor(tokenizer, client.engine_info)
         self.dispatcher = Dispatcher(
             client.abort_handles,
-            BatchDetokenizer(tokenizer) if tokenizer is not None else None,
+            tokenizer,
             client.config.transport.stream_buffer_bytes,
         )
         client.set_output_sink(self.dispatcher.on_message)

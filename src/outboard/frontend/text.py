@@ -41,6 +41,7 @@ class TextState:
         text_delta: text that is ready and not taken yet; whoever takes it sets it to "". It ends neither in part of a
             character nor in what may become a stop string that is to be left out. All deltas together are the text.
         stop_reason: the stop string that was found, else None. The text has ended then, and further tokens are ignored.
+        include_stop: whether what stops the completion is part of its text.
         error: what the tokenizer raised for this completion alone, else None. Further tokens are ignored.
 
     The stop string that is complete first wins, the longest of those that are complete at the same character. So the
@@ -53,7 +54,6 @@ class TextState:
         "_context",
         "_fresh",
         "_grown",
-        "_include_stop",
         "_mark",
         "_partial",
         "_phase",
@@ -63,6 +63,7 @@ class TextState:
         "_stops",
         "_window",
         "error",
+        "include_stop",
         "stop_reason",
         "text_delta",
     )
@@ -82,7 +83,7 @@ class TextState:
 
         self._stops = sorted(params.stop or (), key=len, reverse=True)
         self._stop_begins = frozenset(stop[0] for stop in self._stops)
-        self._include_stop = params.include_stop_str_in_output
+        self.include_stop = params.include_stop_str_in_output
         self._partial = ""  # the end of the text so far, where it may be the beginning of a stop string
         self._bound = params.min_tokens if self._stops else 0  # tokens to come in whose text no stop string ends
         self._fresh = 0  # tokens of this step, counted only while there is a bound
@@ -141,7 +142,7 @@ class TextState:
     def _search_stops(self, new: str, before_bound: int, last: bool) -> None:
         """Adds `new` to the text, up to a stop string or to what may become one."""
         text = self._partial + new
-        delivered = len(self._partial) if self._include_stop else 0
+        delivered = len(self._partial) if self.include_stop else 0
         searched = len(self._partial) + before_bound
         end = limit = len(text)
         for stop in self._stops:
@@ -149,12 +150,12 @@ class TextState:
             if start >= 0:
                 self.stop_reason = stop
                 self._phase = _DONE
-                end = start + len(stop) if self._include_stop else start
+                end = start + len(stop) if self.include_stop else start
                 limit = start + len(stop) - 1  # those to come are no longer than this one: they must end before it
         if not last and self.stop_reason is None:
             partial = _partial_stop(text, self._stops)
             self._partial = text[partial:]
-            if not self._include_stop:
+            if not self.include_stop:
                 end = partial
         self.text_delta += text[delivered:end]
 
