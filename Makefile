@@ -7,7 +7,7 @@ BIN := .venv/bin
 ## Install, fetch the small model, and stream an answer of it through an engine-core process.
 demo: .venv/demo
 	$(BIN)/outboard models pull smollm2-135m
-	$(BIN)/outboard generate "Name three planets." --chat --max-tokens 48
+	$(BIN)/outboard generate "Write one sentence about the sea." --chat
 
 ## Install, lint, type-check, run all tests.
 test: .venv/dev lint
