@@ -98,7 +98,8 @@ class OutputBatch:
             finish_reason: set where this ends the request: "stop", "length", "abort" or "error".
             stop_reason: the token or string that stopped it.
             logprobs: one dict a token: token id -> log probability.
-            result: output of an engine that is not a language model; any msgpack value.
+            result: output of an engine that is not a language model; any msgpack value. An array is sent from where it
+                lies, perhaps later: do not change it afterwards.
             error: why it ended with "error".
             num_cached_tokens: prompt tokens that the prefix cache served.
         """

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import typing
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +27,9 @@ __all__ = ["IMPORTING_ENGINE", "OptionInfo", "bind_options", "engine_options", "
 # engine-core process, start itself again.
 IMPORTING_ENGINE = "OUTBOARD_IMPORTING_ENGINE"
 
+# Modules made of a file get a name of their own, so that a script's `if __name__ == "__main__"` part does not run.
+_FILE_MODULE = "_outboard_engine_"
+
 
 def engine_reference(engine: type[Any]) -> str:
     """The reference by which a class travels to the child: "module:Class", or "path.py:Class" from a script.
@@ -39,12 +42,15 @@ def engine_reference(engine: type[Any]) -> str:
         raise EngineNotFoundError(f"an engine is a subclass of outboard.EngineCore, not {engine!r}")
     if "<locals>" in engine.__qualname__:
         raise EngineNotFoundError(f"{engine.__qualname__} is made inside a function: define it at the top of a module")
+    if engine.__module__.startswith(_FILE_MODULE):
+        return f"{sys.modules[engine.__module__].__file__}:{engine.__qualname__}"
     if engine.__module__ != "__main__":
         return f"{engine.__module__}:{engine.__qualname__}"
     main = sys.modules["__main__"]
     if spec := getattr(main, "__spec__", None):  # python -m package.module
         return f"{spec.name}:{engine.__qualname__}"
-    if path := getattr(main, "__file__", None):
+    path = getattr(main, "__file__", None)
+    if path is not None and Path(path).is_file():  # it is "<stdin>" where the script comes from there
         return f"{Path(path).resolve()}:{engine.__qualname__}"
     raise EngineNotFoundError(f"{engine.__qualname__} has no file to import it from: define it in a module or a script")
 
@@ -57,6 +63,8 @@ def load_engine_class(reference: str) -> type[EngineCore]:
             module itself raises passes through.
     """
     target, _, name = reference.rpartition(":")
+    if not target or (target.startswith(".") and not target.endswith(".py")):
+        raise EngineNotFoundError(f"{reference!r} names no engine: give module:Class or path.py:Class")
     module = _load_file(Path(target)) if target.endswith(".py") else _load_module(target, reference)
     found: Any = module
     for part in name.split("."):
@@ -87,12 +95,14 @@ def _load_module(name: str, reference: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
+    path = path.resolve()
     if not path.is_file():
         raise EngineNotFoundError(f"no file {path} to load an engine from")
-    # Its own name, so that a script's `if __name__ == "__main__"` part does not run here.
-    name = f"_outboard_engine_{path.stem}"
+    name = f"{_FILE_MODULE}{path.stem}"
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
         return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # for what lies beside it, as if it were run
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a .py file always has both
     module = importlib.util.module_from_spec(spec)
@@ -165,9 +175,18 @@ def bind_options(engine: type[EngineCore], options: dict[str, Any]) -> dict[str,
     for name, value in options.items():
         annotation = by_name[name].annotation
         try:
-            bound[name] = msgspec.convert(value, annotation, strict=False)
+            bound[name] = msgspec.convert(value, annotation, strict=False, dec_hook=_convert_other)
         except msgspec.ValidationError as error:
             raise EngineOptionError(f"option {name!r} cannot be {value!r}: {error}; {there}") from None
-        except TypeError:  # an annotation that msgspec has no conversion for: the constructor decides
+        except (
+            TypeError,
+            NotImplementedError,
+        ):  # an annotation that msgspec has no conversion for: the constructor decides
             bound[name] = value
     return bound
+
+
+def _convert_other(type_: type[Any], value: Any) -> Any:
+    if issubclass(type_, PurePath):
+        return type_(value)
+    raise NotImplementedError

@@ -9,6 +9,7 @@ interval a message.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 import traceback
@@ -39,6 +40,8 @@ logger = logging.getLogger("outboard.engine")
 # With outputs that could not leave and nothing else to do, the loop looks again after 1 ms, then less often.
 _FIRST_RETRY = 0.001
 _LAST_RETRY = 0.020
+# How long the last outputs may take to leave after a stop, seconds.
+_FLUSH_BOUND = 1.0
 
 # The error type by which a client knows that a utility method does not exist.
 UTILITY_NOT_FOUND = f"{UtilityNotFoundError.__module__}.{UtilityNotFoundError.__qualname__}"
@@ -116,7 +119,9 @@ class BusyLoop:
         self._sequence = 0
         self._stats = SchedulerStats()
         self._stats_sent = SchedulerStats()
+        self._refused = False  # whether the port took no more when last asked
         self._retry_after = _FIRST_RETRY
+        self._stop_by = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
             AddRequest: self._add,
             AbortRequests: self._abort,
@@ -138,18 +143,19 @@ class BusyLoop:
         if self._state is _State.RUNNING and engine.has_work():
             engine.step(self._batch)
         self._flush()
-        if self._state is _State.STOPPING:
+        if self._state is _State.STOPPING and (not self._backlog or time.monotonic() > self._stop_by):
             self._state = _State.STOPPED
 
     # --- input ---
 
     def _take_input(self, wait: bool) -> None:
         inbox = self._inbox
-        if not wait and inbox.empty():  # the common case in a busy engine, at a tenth of the price of an exception
+        stopping = self._state is _State.STOPPING
+        if not (wait or stopping) and inbox.empty():  # the common case in a busy engine, cheaper than an exception
             return
         try:
-            if wait and self._state is _State.RUNNING:
-                item = inbox.get(timeout=self._retry_after) if self._backlog else inbox.get()
+            if wait or stopping:
+                item = inbox.get(timeout=self._retry_after) if self._backlog or stopping else inbox.get()
             else:
                 item = inbox.get_nowait()
             while True:
@@ -159,8 +165,15 @@ class BusyLoop:
             pass
 
     def _add(self, message: AddRequest) -> None:
-        request = message.to_request()
+        try:
+            request = message.to_request()
+        except ValueError as error:  # the prompt ends inside a token
+            self._refuse(BadRequest(message.handle, _describe(error)))
+            return
         self._batch.open(request.request_id, message.handle)
+        if self._state is not _State.RUNNING:
+            self._batch.add(request.request_id, finish_reason="abort")
+            return
         self._request_ids[message.handle] = request.request_id
         try:
             self._engine.add_request(request)
@@ -182,7 +195,9 @@ class BusyLoop:
             self._engine.abort_requests(ids)
 
     def _stop(self, item: Stop) -> None:
-        self._state = _State.STOPPING
+        if self._state is _State.RUNNING:
+            self._state = _State.STOPPING
+            self._stop_by = time.monotonic() + _FLUSH_BOUND
         if open_requests := self._batch.open_requests:
             self._engine.abort_requests(open_requests)
             for request_id in open_requests:
@@ -230,14 +245,16 @@ class BusyLoop:
         batch = self._batch
         for position, _, _ in batch.finished or ():
             self._request_ids.pop(batch.handles[position], None)
-        self._stats = self._engine.scheduler_stats() or SchedulerStats(running=len(batch))
+        stats = self._engine.scheduler_stats()
+        # A copy: an engine may hand out one object again and again, with other values in it.
+        self._stats = SchedulerStats(running=len(batch)) if stats is None else copy.copy(stats)
         while self._backlog:
             # Once refused, ask before encoding again: what is held grows.
-            refused = self._retry_after > _FIRST_RETRY and not self._port.writable()
-            if refused or not self._port.send(self._encode_next()):
-                self._retry_after = min(self._retry_after * 2, _LAST_RETRY)
+            if (self._refused and not self._port.writable()) or not self._port.send(self._encode_next()):
+                self._retry_after = min(self._retry_after * 2, _LAST_RETRY) if self._refused else _FIRST_RETRY
+                self._refused = True
                 return
-            self._retry_after = _FIRST_RETRY
+            self._refused = False
             self._sequence += 1
             self._stats_sent = self._stats
             if batch.handles:
@@ -272,17 +289,29 @@ class BusyLoop:
     def _fail_unsendable_results(self) -> None:
         """Ends each request whose result cannot be sent with an error of its own; the others are untouched."""
         batch = self._batch
-        results = batch.extras.results if batch.extras is not None else {}
+        if batch.extras is None:
+            return
+        batch.extras.errors = {position: _encodable(text) for position, text in batch.extras.errors.items()}
+        results = batch.extras.results
         for position, result in list(results.items()):
             try:
                 self._port.encode(EngineCoreOutputs(0, 0, 0, 0.0, extras=OutputExtras(results={0: result})))
             except _UNSENDABLE as error:
                 del results[position]
-                handle = batch.handles[position]
-                request_id = self._request_ids.pop(handle, None)
-                if request_id is not None:
-                    self._engine.abort_requests([request_id])
-                    batch.add(request_id, finish_reason="error", error=_describe(error))
+                self._fail(batch.handles[position], _describe(error))
+
+    def _fail(self, handle: int, reason: str) -> None:
+        """Ends a request with an error, also one that ends with the columns that wait to be sent."""
+        batch = self._batch
+        request_id = self._request_ids.pop(handle, None)
+        if request_id is not None:
+            self._engine.abort_requests([request_id])
+            batch.add(request_id, finish_reason="error", error=reason)
+            return
+        for index, (position, _, _) in enumerate(batch.finished or ()):
+            if batch.handles[position] == handle and batch.finished is not None and batch.extras is not None:
+                batch.finished[index] = (position, "error", None)
+                batch.extras.errors[position] = reason
 
 
 # What encoding raises: an unknown type; a value that holds itself; an int of more than 64 bits.
@@ -294,10 +323,23 @@ def error_report(error: BaseException) -> ErrorReport:
     cls = type(error)
     return ErrorReport(
         f"{cls.__module__}.{cls.__qualname__}" if cls.__module__ != "builtins" else cls.__qualname__,
-        str(error),
-        "".join(traceback.format_exception(error)),
+        _text_of(error),
+        _encodable("".join(traceback.format_exception(error))),
     )
 
 
 def _describe(error: Exception) -> str:
-    return str(error) if isinstance(error, InvalidRequestError) else f"{type(error).__name__}: {error}"
+    text = _text_of(error)
+    return text if isinstance(error, InvalidRequestError) else f"{type(error).__name__}: {text}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return _encodable(str(error))
+    except Exception as another:  # a broken __str__ must not hide the error, let alone end the engine core
+        return f"(its __str__ raised {type(another).__name__})"
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates, which names of files may bring."""
+    return text.encode(errors="backslashreplace").decode()

@@ -187,6 +187,9 @@ def _receive(receiver: InputReceiver, inbox: SimpleQueue[Any], epoch: int) -> No
         except ProtocolError as error:
             logger.warning("dropped a message to the engine core: %s", error)
             continue
+        except Exception:  # whatever it was: an engine core without its input thread would be deaf for ever
+            logger.exception("dropped a message to the engine core")
+            continue
         if item[0] == epoch:
             inbox.put(item[1])
         else:

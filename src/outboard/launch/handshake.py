@@ -4,8 +4,8 @@
                                                   --FAILED--> FAILED
 
 Whoever does not belong here (another token, version, rank or incarnation; a second peer) gets `Refused` with the
-difference, and changes nothing, with one exception: a peer with our token but another protocol version is our own
-child, which can never get ready, so the handshake fails.
+difference, and changes nothing, with one exception: a peer with our token but another protocol version, before any
+other has said HELLO, is our own child, which can never get ready; so the handshake fails.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class EngineHandshake:
                 f"protocol version {hello.protocol_version} (outboard {hello.outboard_version}) does not fit the front "
                 f"end's {PROTOCOL_VERSION} (outboard {__version__}): both must run the same installation"
             )
-            self.failure = ErrorReport("outboard.errors.ProtocolError", reason, reason)
-            self.state = HandshakeState.FAILED
+            if self.state is HandshakeState.WAITING_HELLO:
+                self.failure = ErrorReport("outboard.errors.ProtocolError", reason, reason)
+                self.state = HandshakeState.FAILED
             return self._refuse(reason)
         for name in ("rank", "incarnation"):
             theirs, ours = getattr(hello, name), getattr(self._init, name)

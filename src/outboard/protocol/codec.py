@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from outboard.errors import ProtocolError
-from outboard.protocol.tensors import ARRAY_EXT, Buffer, is_array, is_scalar, pack_array, unpack_array
+from outboard.protocol.tensors import ARRAY_EXT, Buffer, FrameSource, is_array, is_scalar, pack_array, unpack_array
 
 __all__ = ["MsgpackDecoder", "MsgpackEncoder"]
 
@@ -39,19 +39,33 @@ class MsgpackEncoder:
     def _hook(self, value: Any) -> Any:
         if is_array(value):
             return pack_array(value, self._inline_bytes, self._aux)
-        if is_scalar(value):
-            return value.item()
+        if is_scalar(value) and not is_scalar(item := value.item()):  # the item of a longdouble is a longdouble again
+            return item
         raise TypeError(
             f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent; "
             "send msgpack values (None, bool, int, float, str, bytes, list, dict), dataclasses, structs or numpy arrays"
         )
 
 
+class _Frames:
+    """Auxiliary frames, and which of them the message has asked for."""
+
+    __slots__ = ("_frames", "taken")
+
+    def __init__(self, frames: Sequence[Buffer]) -> None:
+        self._frames = frames
+        self.taken: set[int] = set()
+
+    def __getitem__(self, number: int) -> Buffer:
+        self.taken.add(number)
+        return self._frames[number]
+
+
 class MsgpackDecoder(Generic[T]):
     """Decodes frames to one type. Not to be shared between threads."""
 
     def __init__(self, type_: Any) -> None:
-        self._aux: Sequence[Buffer] = ()
+        self._aux: FrameSource = ()
         self._decode = msgspec.msgpack.Decoder(type_, ext_hook=self._hook).decode
 
     def decode(self, body: Buffer, aux: Sequence[Buffer] = ()) -> T:
@@ -60,9 +74,13 @@ class MsgpackDecoder(Generic[T]):
         Raises:
             ProtocolError: the frames are not a message of this type; the text says what is wrong.
         """
-        self._aux = aux
+        frames = _Frames(aux)
+        self._aux = frames if aux else ()
         try:
-            return self._decode(body)  # type: ignore[no-any-return]
+            message: T = self._decode(body)
+            if len(frames.taken) != len(aux):
+                raise ProtocolError(f"{len(aux)} auxiliary frames came, the message needs {len(frames.taken)}")
+            return message
         except ProtocolError:
             raise
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -182,7 +182,7 @@ class UtilityOutput(msgspec.Struct, array_like=True):
     error: ErrorReport | None = None
 
 
-class OutputExtras(msgspec.Struct, array_like=True, omit_defaults=True):
+class OutputExtras(msgspec.Struct, array_like=True):
     """Rare, rich fields of some of a message's requests, by position in `EngineCoreOutputs.handles`.
 
     Attributes:
@@ -214,7 +214,7 @@ class EngineCoreOutput(msgspec.Struct, gc=False):
     num_cached_tokens: int = 0
 
 
-class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, tag=0, gc=False):
+class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=0, gc=False):
     """All that one engine core has to say to one client since its last message, as columns.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Literal
 
 import msgspec
@@ -59,6 +60,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     output_kind: RequestOutputKind = "cumulative"
 
     def __post_init__(self) -> None:
+        for name, types in _TYPES.items():
+            value = getattr(self, name)
+            _require(isinstance(value, types), name, value, " or ".join(cls.__name__ for cls in types))
         _require(self.n >= 1, "n", self.n, "at least 1")
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1, or None")
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
@@ -80,9 +84,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         )
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        if self.stop is not None:
-            _require(all(self.stop), "stop", self.stop, "strings that are not empty")
+        if self.stop:
+            texts = all(isinstance(text, str) and text for text in self.stop)
+            _require(texts, "stop", self.stop, "strings that are not empty")
             _require(self.detokenize, "stop", self.stop, "used with detokenize=True")
+        if self.stop_token_ids:
+            ids = all(isinstance(token_id, int) for token_id in self.stop_token_ids)
+            _require(ids, "stop_token_ids", self.stop_token_ids, "token ids")
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "n": (int,),
+    "max_tokens": (int, NoneType),
+    "min_tokens": (int,),
+    "temperature": (float, int),
+    "top_p": (float, int),
+    "top_k": (int,),
+    "min_p": (float, int),
+    "presence_penalty": (float, int),
+    "frequency_penalty": (float, int),
+    "repetition_penalty": (float, int),
+    "seed": (int, NoneType),
+    "stop": (str, list, NoneType),
+    "stop_token_ids": (list, NoneType),
+    "logprobs": (int, NoneType),
+}
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:

@@ -10,8 +10,7 @@ numpy takes longer to import than everything else together, so it is imported wi
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import msgspec
 
@@ -20,11 +19,18 @@ from outboard.errors import ProtocolError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ARRAY_EXT", "Buffer", "is_array", "is_scalar", "pack_array", "unpack_array"]
+__all__ = ["ARRAY_EXT", "Buffer", "FrameSource", "is_array", "is_scalar", "pack_array", "unpack_array"]
 
 ARRAY_EXT = 1
 
 Buffer = bytes | bytearray | memoryview
+
+
+class FrameSource(Protocol):
+    """Auxiliary frames by number."""
+
+    def __getitem__(self, number: int, /) -> Buffer: ...
+
 
 _header = msgspec.msgpack.Encoder()
 _read_header = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], bytes | int])
@@ -48,12 +54,14 @@ def pack_array(value: np.ndarray[Any, Any], inline_bytes: int, aux: list[Buffer]
     A buffer in `aux` is the array's own memory, not a copy, unless the array is not contiguous.
 
     Raises:
-        TypeError: the dtype has no plain buffer (object, structured).
+        TypeError: the dtype has no plain buffer (object, structured), or it is a masked array.
     """
-    if value.dtype.hasobject or value.dtype.names is not None:
-        raise TypeError(f"a numpy array of dtype {value.dtype} cannot be sent: its items are not plain numbers or text")
     import numpy as np
 
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked numpy array cannot be sent: its mask would be lost; send data and mask apart")
+    if value.dtype.hasobject or value.dtype.names is not None:
+        raise TypeError(f"a numpy array of dtype {value.dtype} cannot be sent: its items are not plain numbers or text")
     array = np.ascontiguousarray(value)
     # A view as bytes: not every dtype (float16, datetime64) has a buffer format that memoryview knows.
     flat = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
@@ -66,7 +74,7 @@ def pack_array(value: np.ndarray[Any, Any], inline_bytes: int, aux: list[Buffer]
     return msgspec.msgpack.Ext(ARRAY_EXT, _header.encode((array.dtype.str, value.shape, data)))
 
 
-def unpack_array(payload: memoryview, aux: Sequence[Buffer]) -> np.ndarray[Any, Any]:
+def unpack_array(payload: memoryview, aux: FrameSource) -> np.ndarray[Any, Any]:
     """The array of an extension's payload; read-only.
 
     Raises:
@@ -75,11 +83,14 @@ def unpack_array(payload: memoryview, aux: Sequence[Buffer]) -> np.ndarray[Any, 
     import numpy as np
 
     try:
-        dtype, shape, data = _read_header.decode(payload)
+        name, shape, data = _read_header.decode(payload)
+        dtype = np.dtype(name)
+        # Only what `pack_array` writes: numpy also reads Python from a dtype's name, and counts from the end.
+        if dtype.str != name or dtype.hasobject or min(shape, default=0) < 0 or (isinstance(data, int) and data < 0):
+            raise ValueError(f"no array has dtype {name!r} and shape {shape}")
         buffer = aux[data] if isinstance(data, int) else data
-        array = np.frombuffer(buffer, dtype=np.dtype(dtype)) if len(buffer) else np.empty(0, np.dtype(dtype))
-        array = array.reshape(shape)
-    except (msgspec.MsgspecError, IndexError, TypeError, ValueError) as error:
+        array = (np.frombuffer(buffer, dtype) if len(buffer) else np.empty(0, dtype)).reshape(shape)
+    except (msgspec.MsgspecError, IndexError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise ProtocolError(f"malformed array in a message: {error}") from error
     array.flags.writeable = False
     return array

@@ -67,5 +67,11 @@ class SocketReader:
 
     def _on_readable(self) -> None:
         loop = self._loop
-        if loop is not None and self.drain(MAX_MESSAGES) == MAX_MESSAGES and self._loop is loop:
-            loop.call_soon(self._on_readable)
+        if loop is None:
+            return
+        more = True  # also behind a message whose handling raises: there will be no edge for it
+        try:
+            more = self.drain(MAX_MESSAGES) == MAX_MESSAGES
+        finally:
+            if more and self._loop is loop:
+                loop.call_soon(self._on_readable)

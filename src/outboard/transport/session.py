@@ -43,7 +43,10 @@ class SessionDirectory:
 
 
 def _make_directory() -> Path:
-    wanted = tempfile.gettempdir()
+    try:
+        wanted = tempfile.gettempdir()
+    except OSError:  # it found none that can be written to; say what was tried below
+        wanted = "/tmp"
     candidates = [wanted, "/tmp"] if wanted != "/tmp" else [wanted]
     failures = []
     for parent in candidates:

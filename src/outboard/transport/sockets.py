@@ -10,6 +10,7 @@ edge would sleep for ever.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -168,7 +169,8 @@ class ControlClient:
 def wait_for_peers(socket: ZmqSocket, identities: set[bytes], timeout: float) -> set[bytes]:
     """Waits until these identities have connected to a client's input socket; those that have not in `timeout` s."""
     missing = set(identities)
-    while missing and socket.poll(max(0, int(timeout * 1000))):
+    deadline = time.monotonic() + timeout
+    while missing and socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
         missing.discard(socket.recv_multipart()[0])
     return missing
 
