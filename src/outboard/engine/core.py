@@ -42,7 +42,18 @@ class OutputBatch:
     Requests that were aborted or have finished are skipped quietly: an engine need not be quicker than its users.
     """
 
-    __slots__ = ("_arrivals", "_handles_by_id", "counts", "extras", "finished", "handles", "tokens")
+    __slots__ = (
+        "_arrivals",
+        "_handles_by_id",
+        "_ids_by_handle",
+        "_last_handles",
+        "_last_ids",
+        "counts",
+        "extras",
+        "finished",
+        "handles",
+        "tokens",
+    )
 
     handles: list[int]
     tokens: list[int]
@@ -52,7 +63,11 @@ class OutputBatch:
 
     def __init__(self) -> None:
         self._handles_by_id: dict[str, int] = {}
+        self._ids_by_handle: dict[int, str] = {}
         self._arrivals: dict[str, float] = {}
+        # What `extend` was last given, and the handles of it: in a busy engine most steps have the same requests.
+        self._last_ids: list[str] = []
+        self._last_handles: list[int] = []
         self.clear()
 
     # --- for an engine's step ---
@@ -64,18 +79,18 @@ class OutputBatch:
             request_ids: requests that are in the engine.
             token_ids: one plain int a request, in the same order.
         """
-        handles = self.handles
-        before = len(handles)
-        try:
-            handles.extend(map(self._handles_by_id.__getitem__, request_ids))
-        except KeyError:
-            del handles[before:]
-            for request_id, token_id in zip(request_ids, token_ids, strict=True):
-                self.add(request_id, (token_id,))
-            return
-        self.tokens.extend(token_ids)
-        if len(handles) - before != len(token_ids):
+        if len(request_ids) != len(token_ids):
             raise ValueError(f"extend() got {len(request_ids)} request ids but {len(token_ids)} tokens")
+        if request_ids != self._last_ids:  # a comparison of pointers; a lookup each would cost ten times as much
+            try:
+                self._last_handles = list(map(self._handles_by_id.__getitem__, request_ids))
+            except KeyError:
+                for request_id, token_id in zip(request_ids, token_ids, strict=True):
+                    self.add(request_id, (token_id,))
+                return
+            self._last_ids = list(request_ids)
+        self.handles += self._last_handles
+        self.tokens += token_ids
         if self.counts is not None:
             self.counts.extend([1] * len(token_ids))
 
@@ -140,12 +155,20 @@ class OutputBatch:
     def open(self, request_id: str, handle: int) -> None:
         """From now on the engine may produce for this request."""
         self._handles_by_id[request_id] = handle
+        self._ids_by_handle[handle] = request_id
         self._arrivals[request_id] = time.monotonic()
 
     def close(self, request_id: str) -> None:
         """From now on whatever the engine produces for this request is skipped."""
-        self._handles_by_id.pop(request_id, None)
         self._arrivals.pop(request_id, None)
+        handle = self._handles_by_id.pop(request_id, None)
+        if handle is not None:
+            del self._ids_by_handle[handle]
+            self._last_ids = []
+
+    def request_id(self, handle: int) -> str | None:
+        """The request with this handle, if it has not ended."""
+        return self._ids_by_handle.get(handle)
 
     @property
     def open_requests(self) -> list[str]:

@@ -26,7 +26,8 @@ from outboard._version import __version__
 from outboard.config import TransportConfig
 from outboard.engine.core import EngineCore
 from outboard.engine.loader import IMPORTING_ENGINE, bind_options, load_engine_class
-from outboard.engine.loop import BadRequest, BusyLoop, Stop, error_report
+from outboard.engine.loop import BadRequest, BusyLoop, Stop
+from outboard.engine.outgoing import error_report
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
 from outboard.protocol.environment import REPORT_FD, ChildEnvironment
@@ -35,7 +36,6 @@ from outboard.protocol.messages import (
     AbortRequests,
     AddRequest,
     EngineCoreDead,
-    EngineCoreOutputs,
     EngineCoreRequestType,
     Failed,
     Hello,
@@ -152,12 +152,9 @@ class _Port:
 
     def __init__(self, sender: OutputSender, inline_bytes: int) -> None:
         self._sender = sender
+        self.encode = MsgpackEncoder(inline_bytes).encode
         self.writable = sender.writable
         self.send = sender.send
-        self._encoder = MsgpackEncoder(inline_bytes)
-
-    def encode(self, message: EngineCoreOutputs | EngineCoreDead) -> list[Buffer]:
-        return self._encoder.encode(message)
 
     def close(self) -> None:
         self._sender.close(_LINGER_MS)

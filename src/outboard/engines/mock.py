@@ -76,6 +76,7 @@ class MockEngine(EngineCore):
         self._running: dict[str, tuple[int, int]] = {}
         self._by_start: dict[int, dict[str, None]] = {}
         self._by_end: dict[int, dict[str, None]] = {}
+        self._ids: list[str] = []  # of the running requests, in the order of `_by_start`; empty: to be made again
 
     def add_request(self, request: EngineCoreRequest) -> None:
         limit = request.sampling_params.max_tokens
@@ -141,10 +142,12 @@ class MockEngine(EngineCore):
             self._running[request_id] = (start, end)
             self._by_start.setdefault(start, {})[request_id] = None
             self._by_end.setdefault(end, {})[request_id] = None
+            self._ids = []
             outputs.scheduled(request_id)
 
     def _remove(self, request_id: str) -> None:
         start, end = self._running.pop(request_id)
+        self._ids = []
         for group, key in ((self._by_start, start), (self._by_end, end)):
             del group[key][request_id]
             if not group[key]:
@@ -164,13 +167,14 @@ class MockEngine(EngineCore):
                 token = _FIRST_TOKEN + (tick - self._running[request_id][0]) % _CYCLE
                 self._remove(request_id)
                 outputs.add(request_id, (token,), "length")
-        request_ids: list[str] = []
+        if not self._running:
+            return
+        if not self._ids:  # they change only as requests come and go
+            self._ids = [request_id for group in self._by_start.values() for request_id in group]
         tokens: list[int] = []
         for start, group in self._by_start.items():
-            request_ids += group
             tokens += [_FIRST_TOKEN + (tick - start) % _CYCLE] * len(group)
-        if request_ids:
-            outputs.extend(request_ids, tokens)
+        outputs.extend(self._ids, tokens)
 
 
 class _Acknowledgements:

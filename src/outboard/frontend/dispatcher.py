@@ -7,7 +7,6 @@ call-backs, the end) is gathered and done once a message.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 from outboard.engine.core import Tokenizer
@@ -50,6 +49,7 @@ class Dispatcher:
     def add(self, slot: Slot, handle: int) -> None:
         """Enters a slot; its outputs may come from now on."""
         slot.handle = handle
+        slot.open = True
         self._slots[handle] = slot
         request = slot.request
         request.slots.append(slot)
@@ -86,8 +86,6 @@ class Dispatcher:
             token_ids = slot.token_ids
             if token_ids is None:
                 slot.token_ids = [token]
-                if not slot.first_token_time:
-                    slot.first_token_time = time.monotonic()
             else:
                 token_ids.append(token)
             waiter = slot.waiter

@@ -48,7 +48,8 @@ class RequestMetrics(msgspec.Struct, gc=False):
         queue_time: seconds that it waited in the engine core; None until it is scheduled.
         time_to_first_token: seconds from arrival until the front end had the first token; None until then.
         e2e_latency: seconds from arrival until the end; None until then.
-        num_prompt_tokens, num_generation_tokens, num_cached_tokens: counts over all completions.
+        num_prompt_tokens, num_cached_tokens: counts over all completions.
+        num_generation_tokens: the same; complete with the last output.
     """
 
     arrival_time: float = 0.0

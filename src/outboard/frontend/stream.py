@@ -7,6 +7,7 @@ slots, the user holds the `RequestStream`: so that a stream that nobody holds an
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,8 +48,10 @@ class Slot:
         waiter: the future to wake on anything new. final_waiter: the one to wake at the end.
         text_state: its detokenization; None with `detokenize=False`.
         fresh: tokens of the current message, where they are to be detokenized.
-        direct: whether the dispatcher must do more for it than add the token and wake: detokenize, or call back.
-        first_token_time: `time.monotonic()`; 0 before.
+        direct: whether the dispatcher must do more for it than add the token and wake: detokenize, call back, or note
+            that this is the first token.
+        open: whether more is to come; not before it is sent, nor after its end.
+        taken: how many tokens were taken.
         finish_reason, stop_reason, error: set at the end.
     """
 
@@ -57,16 +60,17 @@ class Slot:
         "error",
         "final_waiter",
         "finish_reason",
-        "first_token_time",
         "fresh",
         "handle",
         "index",
         "logprobs",
         "more",
+        "open",
         "request",
         "result_bytes",
         "results",
         "stop_reason",
+        "taken",
         "text",
         "text_state",
         "token_ids",
@@ -87,8 +91,9 @@ class Slot:
         self.final_waiter: asyncio.Future[None] | None = None
         self.text_state = text_state
         self.fresh: list[int] = []
-        self.direct = text_state is not None or request.on_output is not None
-        self.first_token_time = 0.0
+        self.direct = True
+        self.open = False
+        self.taken = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -99,8 +104,10 @@ class Slot:
         if not fresh:
             return
         self.fresh = []
-        if not self.first_token_time:
-            self.first_token_time = time.monotonic()
+        request = self.request
+        if request.metrics.time_to_first_token is None:
+            request.metrics.time_to_first_token = request.age()
+        self.direct = self.text_state is not None or request.on_output is not None
         if self.token_ids is None:
             self.token_ids = fresh
         else:
@@ -148,6 +155,7 @@ class Slot:
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self.more = True
+        self.open = False
         if self.token_ids is None:
             self.token_ids = []
 
@@ -177,15 +185,16 @@ class RequestState:
         self.stream: RequestStream | None = None
         self._started = time.monotonic()
 
-    def since_start(self, moment: float) -> float:
-        """Seconds from the request's arrival until `moment` (`time.monotonic()`)."""
-        return moment - self._started
+    def age(self) -> float:
+        """Seconds since the request arrived."""
+        return time.monotonic() - self._started
 
     def fail(self, error: OutboardError) -> None:
         """Ends the request with an error of its own; what had arrived stays readable."""
         self.failure = error
         self.unfinished = 0
         for slot in self.slots:
+            slot.open = False
             slot.wake()
             slot.wake_final()
 
@@ -208,6 +217,26 @@ class RequestStream:
         prompt, prompt_token_ids: what was asked; the token ids are there once it is sent.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_create_future",
+        "_delta",
+        "_final_only",
+        "_loop",
+        "_metrics",
+        "_only",
+        "_slots",
+        "_so_far",
+        "_submitter",
+        "asked",
+        "inputs",
+        "params",
+        "prompt",
+        "prompt_token_ids",
+        "request_id",
+        "state",
+    )
+
     def __init__(
         self,
         submitter: Submitter,
@@ -229,6 +258,7 @@ class RequestStream:
         self._create_future: Callable[[], asyncio.Future[None]]
         self._only: Slot | None = None  # once begun, where there is one completion and outputs are deltas
         self._slots = self.state.slots
+        self._metrics = self.state.metrics
         self._delta = params.output_kind == "delta"
         self._final_only = params.output_kind == "final_only"
         self._so_far: dict[int, CompletionOutput] = {}  # by index, where outputs are not deltas
@@ -242,7 +272,7 @@ class RequestStream:
         if slot is None:
             return await self._next()
         while (token_ids := slot.token_ids) is None:
-            if not self.state.unfinished:
+            if not slot.open:
                 self._raise_end()
             if slot.waiter is not None:
                 raise self._second_reader()
@@ -259,14 +289,12 @@ class RequestStream:
             assert output is not None  # there are token ids, if only an empty list of them
             return output
         slot.token_ids = None
-        metrics = self.state.metrics
-        metrics.num_generation_tokens += len(token_ids)
-        if metrics.time_to_first_token is None:
-            metrics.time_to_first_token = self.state.since_start(slot.first_token_time)
+        slot.taken += len(token_ids)
         text = slot.text
-        slot.text = ""
+        if text:
+            slot.text = ""
         completion = CompletionOutput(slot.index, text, token_ids)
-        return RequestOutput(self.request_id, [completion], False, self.prompt, self.prompt_token_ids, metrics)
+        return RequestOutput(self.request_id, [completion], False, self.prompt, self.prompt_token_ids, self._metrics)
 
     async def aclose(self) -> None:
         """Aborts the request, if it has not ended. What had arrived can still be read."""
@@ -291,7 +319,8 @@ class RequestStream:
     async def begin(self) -> None:
         """Sends the request."""
         self._loop = asyncio.get_running_loop()
-        self._create_future = self._loop.create_future
+        # What loop.create_future does, without its Python frame.
+        self._create_future = functools.partial(asyncio.Future, loop=self._loop)
         try:
             await self._submitter.submit_stream(self)
         except asyncio.CancelledError:
@@ -315,7 +344,8 @@ class RequestStream:
             finished = len(self._slots) == 1 or all(slot.token_ids is None for slot in self._slots)
             finished = finished and outputs[-1].finish_reason is not None
             if finished:
-                state.metrics.e2e_latency = state.since_start(time.monotonic())
+                state.metrics.e2e_latency = state.age()
+                state.metrics.num_generation_tokens = sum(slot.taken for slot in self._slots)
         return RequestOutput(self.request_id, outputs, finished, self.prompt, self.prompt_token_ids, state.metrics)
 
     def emit(self) -> None:
@@ -331,10 +361,7 @@ class RequestStream:
         token_ids = slot.token_ids
         assert token_ids is not None
         slot.token_ids = None
-        metrics = self.state.metrics
-        metrics.num_generation_tokens += len(token_ids)
-        if metrics.time_to_first_token is None and token_ids:
-            metrics.time_to_first_token = self.state.since_start(slot.first_token_time)
+        slot.taken += len(token_ids)
         text, logprobs = slot.text, slot.logprobs
         slot.text, slot.logprobs, slot.more = "", None, False
         output = CompletionOutput(

@@ -10,11 +10,13 @@ edge would sleep for ever.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import zmq
+from zmq.backend import Socket as SocketBase
 
 from outboard.config import TransportConfig
 from outboard.protocol.tensors import Buffer
@@ -88,6 +90,8 @@ class OutputSender:
     def __init__(self, context: ZmqContext, address: str, config: TransportConfig) -> None:
         self._socket = _make(context, zmq.PUSH, config)
         self._socket.connect(address)
+        # Past pyzmq's wrapper, which only adds arguments of other socket types.
+        self._send = functools.partial(SocketBase.send, self._socket)
 
     def writable(self) -> bool:
         """Whether a message would be taken now; cheaper than to encode one and be refused."""
@@ -98,7 +102,7 @@ class OutputSender:
         socket = self._socket
         try:
             if len(frames) == 1:
-                socket.send(frames[0], _NOBLOCK)
+                self._send(frames[0], _NOBLOCK)
                 return True
             socket.send(frames[0], zmq.NOBLOCK | zmq.SNDMORE)
         except zmq.Again:

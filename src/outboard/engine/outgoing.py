@@ -1,0 +1,199 @@
+"""What an engine core sends to its client: columns, answers, load. Nothing here waits.
+
+What the port does not take stays, and later outputs are added to it: a slow front end costs memory for tokens, never
+for messages. Outputs leave inline, after each step: a thread for them would wait for the GIL up to a whole switch
+interval a message.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from outboard.engine.core import OutputBatch
+from outboard.errors import InvalidRequestError
+from outboard.protocol.messages import EngineCoreOutputs, ErrorReport, OutputExtras, SchedulerStats, UtilityOutput
+
+__all__ = ["Outgoing", "OutputPort", "describe", "error_report"]
+
+# After a refusal the port is asked again after 1 ms, then less often.
+_FIRST_RETRY = 0.001
+_LAST_RETRY = 0.020
+
+# What encoding raises: an unknown type; a value that holds itself; an int of more than 64 bits.
+_UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
+
+Frames = Sequence[Any]
+
+
+class OutputPort(Protocol):
+    """Where outputs leave. Never blocks."""
+
+    def encode(self, message: EngineCoreOutputs) -> Frames:
+        """Raises TypeError, ValueError or OverflowError for what cannot be sent."""
+        ...
+
+    def writable(self) -> bool:
+        """Whether a message would be taken now."""
+        ...
+
+    def send(self, frames: Frames) -> bool:
+        """False if it is not taken."""
+        ...
+
+
+class Outgoing:
+    """Sends a batch's columns, each answer in a message of its own, and the load where it has changed.
+
+    Args:
+        port: where messages leave.
+        batch: the columns that wait.
+        abort_requests: the engine's; for requests whose result cannot be sent.
+        rank, epoch: stamped on every message.
+
+    Attributes:
+        retry_after: seconds after which to call `flush` again, while there is a backlog.
+    """
+
+    def __init__(
+        self,
+        port: OutputPort,
+        batch: OutputBatch,
+        abort_requests: Callable[[list[str]], None],
+        *,
+        rank: int,
+        epoch: int,
+    ) -> None:
+        self._port = port
+        self._batch = batch
+        self._abort_requests = abort_requests
+        self._rank = rank
+        self._epoch = epoch
+        self._sequence = 0
+        self._answers: deque[UtilityOutput] = deque()
+        self._stats: SchedulerStats | None = None  # to be sent
+        self._stats_sent = SchedulerStats()
+        self._refused = False  # whether the port took no more when last asked
+        self.retry_after = _FIRST_RETRY
+
+    @property
+    def backlog(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._batch.handles or self._answers or self._stats)
+
+    def answer(self, answer: UtilityOutput) -> None:
+        """Adds the answer to a utility call; it leaves behind all outputs so far."""
+        self._answers.append(answer)
+
+    def report(self, stats: SchedulerStats) -> None:
+        """Notes the load, to be sent if it has changed."""
+        # A copy: an engine may hand out one object again and again, with other values in it.
+        self._stats = copy.copy(stats) if stats != self._stats_sent else None
+
+    def flush(self, now: float) -> None:
+        """Sends what there is, as far as the port takes it.
+
+        Args:
+            now: `time.monotonic()`.
+        """
+        batch = self._batch
+        while batch.handles or self._answers or self._stats is not None:
+            # Once refused, ask before encoding again: what is held grows.
+            if (self._refused and not self._port.writable()) or not self._port.send(self._encode(now)):
+                self.retry_after = min(self.retry_after * 2, _LAST_RETRY) if self._refused else _FIRST_RETRY
+                self._refused = True
+                return
+            self._refused = False
+            self._sequence += 1
+            if self._stats is not None:
+                self._stats_sent = self._stats
+                self._stats = None
+            if batch.handles:
+                batch.clear()
+            elif self._answers:
+                self._answers.popleft()
+
+    def _encode(self, now: float, repaired: bool = False) -> Frames:
+        """The next message: columns if there are any, else an answer, else the load alone."""
+        batch = self._batch
+        message = EngineCoreOutputs(
+            self._rank,
+            self._epoch,
+            self._sequence,
+            now,
+            batch.handles,
+            batch.tokens,
+            batch.counts,
+            batch.finished,
+            batch.extras,
+            self._stats,
+            self._answers[0] if self._answers and not batch.handles else None,
+        )
+        try:
+            return self._port.encode(message)
+        except _UNSENDABLE as error:
+            if repaired:
+                raise
+            if batch.handles:
+                self._fail_unsendable_results()
+            elif self._answers:
+                self._answers[0] = UtilityOutput(self._answers[0].call_id, error=error_report(error))
+            return self._encode(now, repaired=True)
+
+    def _fail_unsendable_results(self) -> None:
+        """Ends each request whose result cannot be sent with an error of its own; the others are untouched."""
+        batch = self._batch
+        if batch.extras is None:
+            return
+        batch.extras.errors = {position: _encodable(text) for position, text in batch.extras.errors.items()}
+        results = batch.extras.results
+        for position, result in list(results.items()):
+            try:
+                self._port.encode(EngineCoreOutputs(0, 0, 0, 0.0, extras=OutputExtras(results={0: result})))
+            except _UNSENDABLE as error:
+                del results[position]
+                self._fail(batch.handles[position], describe(error))
+
+    def _fail(self, handle: int, reason: str) -> None:
+        """Ends a request with an error, also one that ends with the columns that wait to be sent."""
+        batch = self._batch
+        request_id = batch.request_id(handle)
+        if request_id is not None:
+            self._abort_requests([request_id])
+            batch.add(request_id, finish_reason="error", error=reason)
+            return
+        for index, (position, _, _) in enumerate(batch.finished or ()):
+            if batch.handles[position] == handle and batch.finished is not None and batch.extras is not None:
+                batch.finished[index] = (position, "error", None)
+                batch.extras.errors[position] = reason
+
+
+def error_report(error: BaseException) -> ErrorReport:
+    """An exception as it travels to the client."""
+    cls = type(error)
+    return ErrorReport(
+        f"{cls.__module__}.{cls.__qualname__}" if cls.__module__ != "builtins" else cls.__qualname__,
+        _text_of(error),
+        _encodable("".join(traceback.format_exception(error))),
+    )
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line, for whoever made the request that it ends."""
+    text = _text_of(error)
+    return text if isinstance(error, InvalidRequestError) else f"{type(error).__name__}: {text}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return _encodable(str(error))
+    except Exception as another:  # a broken __str__ must not hide the error, let alone end the engine core
+        return f"(its __str__ raised {type(another).__name__})"
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates, which names of files may bring."""
+    return text.encode(errors="backslashreplace").decode()
