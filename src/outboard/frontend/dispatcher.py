@@ -6,13 +6,15 @@ call-backs, the end) is gathered and done once a message.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
 from outboard.engine.core import Tokenizer
 from outboard.errors import EngineDeadError, SlowReaderError
-from outboard.frontend.stream import RequestState, Slot
+from outboard.frontend.slot import RequestState, Slot
 from outboard.frontend.text import BatchDetokenizer
+from outboard.frontend.waiter import Waiter, Wake, WakeBatch
 from outboard.protocol.messages import EngineCoreOutputs, OutputExtras
 from outboard.protocol.sampling import FinishReason
 
@@ -25,6 +27,7 @@ class Dispatcher:
     """Owns the table handle -> slot; its `on_message` is the client's output sink.
 
     Args:
+        loop: the one that readers run on.
         abort_handles: ends requests in the engine core.
         tokenizer: None where the engine has none.
         stream_buffer_bytes: results that one slot may hold for its reader.
@@ -35,10 +38,13 @@ class Dispatcher:
 
     def __init__(
         self,
+        loop: asyncio.AbstractEventLoop,
         abort_handles: Callable[[Sequence[int]], None],
         tokenizer: Tokenizer | None,
         stream_buffer_bytes: int,
     ) -> None:
+        self._loop = loop
+        self._wake_batch = WakeBatch(loop)
         self._abort_handles = abort_handles
         self._detokenizer = BatchDetokenizer(tokenizer) if tokenizer is not None else None
         self._eos = frozenset(tokenizer.eos_token_ids) if tokenizer is not None else frozenset()
@@ -52,6 +58,10 @@ class Dispatcher:
         slot.open = True
         self._slots[handle] = slot
         request = slot.request
+        if request.waiter is None and request.on_output is None:
+            request.waiter = Waiter(self._loop, self._wake_batch)
+        if not request.final_only:
+            slot.waiter = request.waiter
         request.slots.append(slot)
         request.unfinished += 1
         self.requests[request.request_id] = request
@@ -73,6 +83,7 @@ class Dispatcher:
             self._dispatch_rich(message)
             return
         touched: list[Slot] = []
+        wakes: list[Wake] = []
         get = self._slots.get
         for handle, token in zip(message.handles, message.tokens, strict=True):
             slot = get(handle)
@@ -90,9 +101,12 @@ class Dispatcher:
                 token_ids.append(token)
             waiter = slot.waiter
             if waiter is not None:
-                slot.waiter = None
-                if not waiter.done():
-                    waiter.set_result(None)
+                callback = waiter.callback
+                if callback is not None:  # as `Waiter.wake`, for all of the message at once
+                    waiter.callback = None
+                    wakes.append((waiter.run, callback, waiter))
+        if wakes:
+            self._wake_batch.add(wakes)
         if touched:
             self._advance(touched)
 
@@ -198,10 +212,8 @@ class Dispatcher:
             request = slot.request
             if request.on_output is not None:
                 self._call_back(request)
-            elif slot.token_ids is not None:
-                slot.wake()
-                if slot.finish_reason is not None:
-                    slot.wake_final()
+            elif slot.token_ids is not None and (slot.finish_reason is not None or not request.final_only):
+                request.wake()
 
     def _call_back(self, request: RequestState) -> None:
         stream = request.stream

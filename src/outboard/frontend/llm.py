@@ -17,7 +17,8 @@ from outboard.engines.registry import resolve_engine
 from outboard.errors import ClientClosedError, ConfigError, DuplicateRequestError
 from outboard.frontend.dispatcher import Dispatcher
 from outboard.frontend.prompt import Prompt, PromptProcessor
-from outboard.frontend.stream import OnOutput, RequestStream, Slot
+from outboard.frontend.slot import OnOutput, Slot
+from outboard.frontend.stream import RequestStream
 from outboard.frontend.text import TextState
 from outboard.protocol.messages import EngineCoreRequest, EngineInfo
 from outboard.protocol.sampling import SamplingParams
@@ -204,6 +205,7 @@ class _Running:
         self.tokenizer = tokenizer
         self._prompts = PromptProcessor(tokenizer, client.engine_info)
         self.dispatcher = Dispatcher(
+            asyncio.get_running_loop(),
             client.abort_handles,
             tokenizer,
             client.config.transport.stream_buffer_bytes,

@@ -1,26 +1,17 @@
-"""The per-request stream: what its reader has not taken yet merges; one waiter, woken by a bare future.
-
-A `Slot` is one completion on its way: the dispatcher adds to it, the stream takes from it. The dispatcher's table holds
-slots, the user holds the `RequestStream`: so that a stream that nobody holds any more can abort its request.
-"""
+"""`RequestStream`: the outputs of one request, for one reader; what has not been taken yet merges."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol, Self
 
 from outboard.errors import EngineDeadError, OutboardError
-from outboard.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from outboard.frontend.text import TextState
-from outboard.protocol.sampling import FinishReason, SamplingParams
+from outboard.frontend.outputs import CompletionOutput, RequestOutput
+from outboard.frontend.slot import OnOutput, RequestState, Slot
+from outboard.protocol.sampling import SamplingParams
 
-__all__ = ["OnOutput", "RequestState", "RequestStream", "Slot", "Submitter"]
-
-OnOutput = Callable[[RequestOutput | OutboardError], None]
+__all__ = ["RequestStream", "Submitter"]
 
 
 class Submitter(Protocol):
@@ -31,172 +22,6 @@ class Submitter(Protocol):
 
     def abort_slots(self, slots: Sequence[Slot]) -> None:
         """Ends the completions that have not ended, with "abort"."""
-
-
-class Slot:
-    """One completion on its way from the dispatcher to the stream.
-
-    Attributes:
-        handle: of its request to the engine core; -1 if it was never sent.
-        index: 0 to n - 1.
-        request: what the completions of one request share.
-        token_ids: tokens that were not taken; an empty list: something else is to be taken; None: nothing is.
-        text: text that was not taken.
-        more: whether there is more to take than tokens and text: log probabilities, a result, the end.
-        logprobs: log probabilities that were not taken.
-        results: (result, bytes) that were not taken; results do not merge.
-        waiter: the future to wake on anything new. final_waiter: the one to wake at the end.
-        text_state: its detokenization; None with `detokenize=False`.
-        fresh: tokens of the current message, where they are to be detokenized.
-        direct: whether the dispatcher must do more for it than add the token and wake: detokenize, call back, or note
-            that this is the first token.
-        open: whether more is to come; not before it is sent, nor after its end.
-        taken: how many tokens were taken.
-        finish_reason, stop_reason, error: set at the end.
-    """
-
-    __slots__ = (
-        "direct",
-        "error",
-        "final_waiter",
-        "finish_reason",
-        "fresh",
-        "handle",
-        "index",
-        "logprobs",
-        "more",
-        "open",
-        "request",
-        "result_bytes",
-        "results",
-        "stop_reason",
-        "taken",
-        "text",
-        "text_state",
-        "token_ids",
-        "waiter",
-    )
-
-    def __init__(self, request: RequestState, index: int, text_state: TextState | None) -> None:
-        self.request = request
-        self.index = index
-        self.handle = -1
-        self.token_ids: list[int] | None = None
-        self.text = ""
-        self.more = False
-        self.logprobs: list[dict[int, float]] | None = None
-        self.results: deque[tuple[Any, int]] | None = None
-        self.result_bytes = 0
-        self.waiter: asyncio.Future[None] | None = None
-        self.final_waiter: asyncio.Future[None] | None = None
-        self.text_state = text_state
-        self.fresh: list[int] = []
-        self.direct = True
-        self.open = False
-        self.taken = 0
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.error: str | None = None
-
-    def absorb_fresh(self) -> None:
-        """Makes the fresh tokens readable."""
-        fresh = self.fresh
-        if not fresh:
-            return
-        self.fresh = []
-        request = self.request
-        if request.metrics.time_to_first_token is None:
-            request.metrics.time_to_first_token = request.age()
-        self.direct = self.text_state is not None or request.on_output is not None
-        if self.token_ids is None:
-            self.token_ids = fresh
-        else:
-            self.token_ids += fresh
-
-    def add_logprobs(self, logprobs: list[dict[int, float]]) -> None:
-        """Makes the log probabilities of the fresh tokens readable."""
-        self.logprobs = (self.logprobs or []) + logprobs
-        self.more = True
-
-    def add_result(self, result: Any) -> None:
-        """Makes a result readable."""
-        if self.results is None:
-            self.results = deque()
-        size = _size_of(result)
-        self.results.append((result, size))
-        self.more = True
-        self.result_bytes += size
-        if self.token_ids is None:
-            self.token_ids = []
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether there is more than one result to read; one alone may have any size."""
-        return self.results is not None and len(self.results) > 1
-
-    def wake(self) -> None:
-        """Wakes whoever waits for something new."""
-        waiter = self.waiter
-        if waiter is not None:
-            self.waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def wake_final(self) -> None:
-        """Wakes whoever waits for the end only."""
-        waiter = self.final_waiter
-        if waiter is not None:
-            self.final_waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Marks the end. Wakes nobody."""
-        self.finish_reason = reason
-        self.stop_reason = stop_reason
-        self.more = True
-        self.open = False
-        if self.token_ids is None:
-            self.token_ids = []
-
-
-class RequestState:
-    """What the completions of one request share.
-
-    Attributes:
-        request_id: the user's name for it.
-        slots: its completions.
-        unfinished: how many of them have not ended; 0 before the request is sent.
-        metrics: filled in as it goes on.
-        failure: ended the request from outside, such as the engine's death; raised once the slots are empty.
-        on_output: called back with each output, instead of a reader that is woken.
-        stream: keeps the stream alive while there is `on_output`: then nobody else need hold it.
-    """
-
-    __slots__ = ("_started", "failure", "metrics", "on_output", "request_id", "slots", "stream", "unfinished")
-
-    def __init__(self, request_id: str, on_output: OnOutput | None) -> None:
-        self.request_id = request_id
-        self.slots: list[Slot] = []
-        self.unfinished = 0
-        self.metrics = RequestMetrics(arrival_time=time.time())
-        self.failure: OutboardError | None = None
-        self.on_output = on_output
-        self.stream: RequestStream | None = None
-        self._started = time.monotonic()
-
-    def age(self) -> float:
-        """Seconds since the request arrived."""
-        return time.monotonic() - self._started
-
-    def fail(self, error: OutboardError) -> None:
-        """Ends the request with an error of its own; what had arrived stays readable."""
-        self.failure = error
-        self.unfinished = 0
-        for slot in self.slots:
-            slot.open = False
-            slot.wake()
-            slot.wake_final()
 
 
 class RequestStream:
@@ -219,7 +44,6 @@ class RequestStream:
 
     __slots__ = (
         "__weakref__",
-        "_create_future",
         "_delta",
         "_final_only",
         "_loop",
@@ -252,37 +76,34 @@ class RequestStream:
         self.prompt_token_ids: Sequence[int] | None = None
         self.asked = prompt
         self.inputs = inputs
-        self.state = RequestState(request_id, on_output)
+        self._final_only = params.output_kind == "final_only"
+        self.state = RequestState(request_id, self._final_only, on_output)
         self._submitter = submitter
         self._loop: asyncio.AbstractEventLoop | None = None  # once begun
-        self._create_future: Callable[[], asyncio.Future[None]]
         self._only: Slot | None = None  # once begun, where there is one completion and outputs are deltas
         self._slots = self.state.slots
         self._metrics = self.state.metrics
         self._delta = params.output_kind == "delta"
-        self._final_only = params.output_kind == "final_only"
         self._so_far: dict[int, CompletionOutput] = {}  # by index, where outputs are not deltas
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        # The hot path: one completion, deltas. One coroutine, one future, two objects a wake.
+        # The hot path: one completion, deltas. One coroutine, one wake, two objects.
         slot = self._only
         if slot is None:
             return await self._next()
         while (token_ids := slot.token_ids) is None:
             if not slot.open:
                 self._raise_end()
-            if slot.waiter is not None:
+            waiter = slot.waiter
+            if waiter is None or waiter.callback is not None:
                 raise self._second_reader()
-            slot.waiter = waiter = self._create_future()
             try:
                 await waiter
-            except BaseException as error:
-                slot.waiter = None
-                if isinstance(error, asyncio.CancelledError):
-                    self.abort()
+            except asyncio.CancelledError:
+                self.abort()
                 raise
         if slot.more:
             output = self.take()
@@ -319,8 +140,6 @@ class RequestStream:
     async def begin(self) -> None:
         """Sends the request."""
         self._loop = asyncio.get_running_loop()
-        # What loop.create_future does, without its Python frame.
-        self._create_future = functools.partial(asyncio.Future, loop=self._loop)
         try:
             await self._submitter.submit_stream(self)
         except asyncio.CancelledError:
@@ -397,23 +216,14 @@ class RequestStream:
         return output
 
     async def _wait(self) -> None:
-        slots = self._slots
-        if slots[0].waiter is not None or slots[0].final_waiter is not None:
+        waiter = self.state.waiter
+        if waiter is None or waiter.callback is not None:
             raise self._second_reader()
-        waiter = self._create_future()
-        for slot in slots:
-            if self._final_only:
-                slot.final_waiter = waiter
-            else:
-                slot.waiter = waiter
         try:
             await waiter
         except asyncio.CancelledError:
             self.abort()
             raise
-        finally:
-            for slot in slots:
-                slot.waiter = slot.final_waiter = None
 
     def _raise_end(self) -> NoReturn:
         if self.state.failure is not None:
@@ -422,17 +232,6 @@ class RequestStream:
 
     def _second_reader(self) -> RuntimeError:
         return RuntimeError(f"request {self.request_id!r} has a reader already; a stream is for one")
-
-
-def _size_of(value: Any) -> int:
-    """Bytes that a result takes, roughly: those of its buffers and texts, and 8 for anything else."""
-    if isinstance(value, (list, tuple)):
-        return 8 + sum(map(_size_of, value))
-    if isinstance(value, dict):
-        return 8 + sum(map(_size_of, value.keys())) + sum(map(_size_of, value.values()))
-    if isinstance(value, (str, bytes, bytearray)):
-        return 8 + len(value)
-    return 8 + getattr(value, "nbytes", 0)
 
 
 def _fresh(error: OutboardError) -> OutboardError:
