@@ -204,7 +204,7 @@ def measure(design: str, job: Job, loop: str) -> Sample:
 def report(samples: list[Sample], heading: str) -> None:
     """Prints one mode's table.
 
-    Beside each figure stands its share of the plain design's: the median over the runs, each against the run next to it.
+    Beside each figure stands its share of the plain design's: the median over the runs, each against that next to it.
     """
     rows = []
     for loop, design in {(s.loop, s.design): None for s in samples}:
