@@ -72,11 +72,14 @@ def main() -> None:
         for name, program in whole.items():
             times.setdefault(f"{name} (whole process)", []).append(run(program)[0])
     rows = [[name, spread(values).text(digits=1)] for name, values in times.items()]
+    ready = spread(times["echo engine ready: AsyncMPClient(config) (in process)"]).median
+    ratio = ready / spread(times["import zmq, msgspec, numpy (whole process)"]).median
     lazy = ", ".join(loaded(LAZY)) or "none"
     show(
         f"Start-up, median (least - most) of {args.reps}, fresh interpreters",
         ["what", "ms"],
         rows,
+        f"ready within {ratio:.2f} of the time of `python -c 'import zmq, msgspec, numpy'`\n"
         f"dependencies that `import outboard` loads: {imported}\nof {', '.join(LAZY)}: {lazy}",
     )
     if args.json:
