@@ -12,6 +12,7 @@ OutboardError
  ├── SlowReaderError             this stream's reader fell too far behind
  ├── UtilityError                a utility call failed; the engine lives
  │    ├── UtilityNotFoundError   no such @utility method; names those there are
+ │    ├── UnsupportedError       this engine cannot do that
  │    ├── UtilityTimeoutError    no answer within the caller's timeout (a TimeoutError)
  │    └── RemoteError            the method raised; carries its type, message and traceback
  ├── ProtocolError               a peer sent something that this version cannot take
@@ -43,6 +44,7 @@ __all__ = [
     "RemoteError",
     "RequestFailedError",
     "SlowReaderError",
+    "UnsupportedError",
     "UtilityError",
     "UtilityNotFoundError",
     "UtilityTimeoutError",
@@ -95,6 +97,10 @@ class UtilityError(OutboardError):
 
 class UtilityNotFoundError(UtilityError):
     """The engine has no `@utility` method of this name. The message names those it has."""
+
+
+class UnsupportedError(UtilityError):
+    """The engine cannot do what was asked, such as to sleep; raised by its defaults, and by engines themselves."""
 
 
 class UtilityTimeoutError(UtilityError, TimeoutError):

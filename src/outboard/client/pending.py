@@ -6,9 +6,20 @@ import asyncio
 import concurrent.futures
 from typing import Any, TypeAlias
 
-import outboard.errors
-from outboard.errors import DuplicateRequestError, EngineDeadError, RemoteError, UtilityError
+from outboard.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    RemoteError,
+    UnsupportedError,
+    UtilityError,
+    UtilityNotFoundError,
+)
 from outboard.protocol.messages import EngineCoreOutputs, UtilityOutput
+
+# Errors that the engine core raises on purpose arrive as what they are; all others as RemoteError.
+_KNOWN_ERRORS = {
+    f"{cls.__module__}.{cls.__qualname__}": cls for cls in (UtilityError, UtilityNotFoundError, UnsupportedError)
+}
 
 __all__ = ["CallFuture", "PendingTable"]
 
@@ -94,6 +105,7 @@ def _process_utility_output(output: UtilityOutput, utility_results: dict[int, Ca
 def _remote_error(output: UtilityOutput) -> UtilityError:
     assert output.error is not None
     report = output.error
-    if report.type == f"{outboard.errors.__name__}.{outboard.errors.UtilityNotFoundError.__name__}":
-        return outboard.errors.UtilityNotFoundError(report.message)
+    known = _KNOWN_ERRORS.get(report.type)
+    if known is not None:
+        return known(report.message)
     return RemoteError(report.type, report.message, report.traceback)

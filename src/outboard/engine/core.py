@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from outboard.errors import UnsupportedError, UtilityNotFoundError
 from outboard.protocol.messages import EngineCoreRequest, EngineInfo, OutputExtras, SchedulerStats
 from outboard.protocol.sampling import FinishReason
 
-__all__ = ["EngineCore", "OutputBatch", "Tokenizer", "utility", "utility_methods"]
+__all__ = ["EngineCore", "OutputBatch", "Tokenizer", "no_such_utility", "utility", "utility_methods"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -164,7 +165,7 @@ class OutputBatch:
         handle = self._handles_by_id.pop(request_id, None)
         if handle is not None:
             del self._ids_by_handle[handle]
-            self._last_ids = []
+            self._last_ids, self._last_handles = [], []
 
     def request_id(self, handle: int) -> str | None:
         """The request with this handle, if it has not ended."""
@@ -197,6 +198,12 @@ def utility(method: F) -> F:
     """Marks a method of an `EngineCore` as callable from a client. No other method can be called from outside."""
     setattr(method, _UTILITY_MARK, True)
     return method
+
+
+def no_such_utility(engine: EngineCore, method: str, others: Iterable[str] = ()) -> str:
+    """What to say of a utility method that does not exist: those of the engine that do, and `others`."""
+    there = ", ".join(sorted({*utility_methods(engine), *others}))
+    return f"{type(engine).__name__} has no utility method {method!r}; it has: {there}"
 
 
 def utility_methods(engine: EngineCore | type[EngineCore]) -> Iterable[str]:
@@ -250,6 +257,51 @@ class EngineCore(ABC):
     def scheduler_stats(self) -> SchedulerStats | None:
         """Load, read after steps. Default None: the number of open requests counts as running."""
         return None
+
+    # --- controls; the busy loop does the pausing around them ---
+
+    @utility
+    def reset_prefix_cache(self) -> bool:
+        """Forgets what the prefix cache holds; whether it did. Default: raises `UnsupportedError`."""
+        raise self._unsupported("has no prefix cache to reset")
+
+    @utility
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory back until `wake_up`; no step is taken meanwhile. Default: raises `UnsupportedError`.
+
+        Args:
+            level: 1: weights may be kept elsewhere; 2: they may be dropped.
+        """
+        raise self._unsupported("cannot sleep")
+
+    @utility
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes memory again after `sleep`. Default: raises `UnsupportedError`.
+
+        Args:
+            tags: what to wake, such as "weights" or "kv_cache"; None: all.
+        """
+        raise self._unsupported("cannot sleep, so it cannot wake up")
+
+    @utility
+    def is_sleeping(self) -> bool:
+        """Whether it sleeps, in part or whole. Default: False."""
+        return False
+
+    @utility
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Calls a `@utility` method on every worker of the engine; one result a worker.
+
+        Default: an engine without workers has one, itself; `timeout` then has nothing to bound.
+        """
+        if method not in utility_methods(self):
+            raise UtilityNotFoundError(no_such_utility(self, method))
+        return [getattr(self, method)(*args, **(kwargs or {}))]
+
+    def _unsupported(self, what: str) -> UnsupportedError:
+        return UnsupportedError(f"{type(self).__name__} {what}")
 
     def shutdown(self) -> None:  # noqa: B027 - overriding it is optional
         """Frees what the engine holds; called once, at the end, with all requests aborted. Default: nothing."""

@@ -16,19 +16,19 @@ from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from outboard.engine.core import EngineCore, OutputBatch, utility_methods
+from outboard.engine.controls import Controls
+from outboard.engine.core import EngineCore, OutputBatch, no_such_utility, utility_methods
 from outboard.engine.outgoing import Outgoing, OutputPort, describe, error_report
 from outboard.errors import InvalidRequestError, UtilityNotFoundError
 from outboard.protocol.messages import (
     AbortRequests,
     AddRequest,
-    ErrorReport,
-    SchedulerStats,
+    EngineCoreRequest,
     UtilityCall,
     UtilityOutput,
 )
 
-__all__ = ["UTILITY_NOT_FOUND", "BadRequest", "BusyLoop", "DeferredResult", "Stop"]
+__all__ = ["BadRequest", "BusyLoop", "DeferredResult", "Stop"]
 
 logger = logging.getLogger("outboard.engine")
 
@@ -36,9 +36,6 @@ logger = logging.getLogger("outboard.engine")
 _STATS_INTERVAL = 0.010
 # How long the last outputs may take to leave after a stop, seconds.
 _FLUSH_BOUND = 1.0
-
-# The error type by which a client knows that a utility method does not exist.
-UTILITY_NOT_FOUND = f"{UtilityNotFoundError.__module__}.{UtilityNotFoundError.__qualname__}"
 
 
 class BadRequest:
@@ -85,7 +82,11 @@ class BusyLoop:
         self._inbox = inbox
         self._batch = OutputBatch()
         self._outgoing = Outgoing(port, self._batch, engine.abort_requests, rank=rank, epoch=epoch)
-        self._utilities = {name: getattr(engine, name) for name in utility_methods(engine)}
+        self._controls = Controls(engine, self._batch, self._admit)
+        self._utilities: dict[str, Callable[..., Any]] = {
+            **{name: getattr(engine, name) for name in utility_methods(engine)},
+            **self._controls.utilities,
+        }
         self._state = _State.RUNNING
         self._idle = True
         self._stats_due = 0.0
@@ -104,18 +105,25 @@ class BusyLoop:
         while self._state is not _State.STOPPED:
             self.turn()
 
-    def turn(self) -> None:
-        """One round: take what has come (wait for it if there is nothing else to do), step, send."""
+    def turn(self, timeout: float | None = None) -> None:
+        """One round: take what has come (wait for it if there is nothing else to do), step, send.
+
+        Args:
+            timeout: how long to wait, seconds; None: until something comes.
+        """
         engine = self._engine
+        controls = self._controls
         if self._idle or not self._inbox.empty():
-            self._take_input()
-        busy = self._state is _State.RUNNING and engine.has_work()
+            self._take_input(timeout)
+        busy = self._state is _State.RUNNING and not controls.frozen and engine.has_work()
         if busy:
             engine.step(self._batch)
+        if controls.paused:
+            controls.after_step()
         now = time.monotonic()
         if not busy or now >= self._stats_due or self._batch.finished:
             self._stats_due = now + _STATS_INTERVAL
-            self._outgoing.report(engine.scheduler_stats() or SchedulerStats(running=len(self._batch)))
+            self._outgoing.report(controls.stats())
         self._outgoing.flush(now)
         self._idle = not busy
         if self._state is _State.STOPPING and (not self._outgoing.backlog or now > self._stop_by):
@@ -123,16 +131,13 @@ class BusyLoop:
 
     # --- input ---
 
-    def _take_input(self) -> None:
+    def _take_input(self, timeout: float | None) -> None:
         inbox = self._inbox
-        stopping = self._state is _State.STOPPING
+        if self._state is _State.STOPPING or self._outgoing.backlog:
+            retry_after = self._outgoing.retry_after
+            timeout = retry_after if timeout is None else min(timeout, retry_after)
         try:
-            if not self._idle:
-                item = inbox.get_nowait()
-            elif stopping or self._outgoing.backlog:
-                item = inbox.get(timeout=self._outgoing.retry_after)
-            else:
-                item = inbox.get()
+            item = inbox.get(timeout=timeout) if self._idle else inbox.get_nowait()
             while True:
                 self._handlers[type(item)](item)
                 item = inbox.get_nowait()
@@ -148,12 +153,17 @@ class BusyLoop:
         self._batch.open(request.request_id, message.handle)
         if self._state is not _State.RUNNING:
             self._batch.add(request.request_id, finish_reason="abort")
-            return
+        elif self._controls.paused:
+            self._controls.held[message.handle] = request
+        else:
+            self._admit(request)
+
+    def _admit(self, request: EngineCoreRequest) -> None:
         try:
             self._engine.add_request(request)
         except Exception as error:
             if not isinstance(error, InvalidRequestError):
-                logger.exception("add_request failed for request %r", message.external_req_id)
+                logger.exception("add_request failed for request %r", request.external_req_id)
             self._batch.add(request.request_id, finish_reason="error", error=describe(error))
 
     def _refuse(self, item: BadRequest) -> None:
@@ -168,7 +178,8 @@ class BusyLoop:
             request_id = batch.request_id(handle)
             if request_id is not None:
                 batch.close(request_id)
-                ids.append(request_id)
+                if self._controls.held.pop(handle, None) is None:
+                    ids.append(request_id)
         if ids:
             self._engine.abort_requests(ids)
 
@@ -185,12 +196,9 @@ class BusyLoop:
 
     def _call(self, call: UtilityCall) -> None:
         method = self._utilities.get(call.method)
-        if method is None:
-            there = ", ".join(self._utilities) or "none"
-            message = f"{type(self._engine).__name__} has no utility method {call.method!r}; it has: {there}"
-            self._answer(UtilityOutput(call.call_id, error=ErrorReport(UTILITY_NOT_FOUND, message, "")))
-            return
         try:
+            if method is None:
+                raise UtilityNotFoundError(no_such_utility(self._engine, call.method, self._controls.utilities))
             result = method(*call.args, **call.kwargs)
         except Exception as error:
             self._answer(UtilityOutput(call.call_id, error=error_report(error)))
