@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import sys
@@ -12,7 +13,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from outboard import EngineCore, EngineCoreRequest, EngineInfo, OutputBatch, utility
+from outboard.engines.echo import EchoEngine
 from outboard.engines.mock import MockEngine
 
 
@@ -116,6 +120,22 @@ class CallableEngine(EngineCore):
     def pid(self) -> int:
         return os.getpid()
 
+    @utility
+    def move(self, point: Point, by: tuple[int, int]) -> Point:
+        assert isinstance(by, tuple)
+        return Point(point.x + by[0], point.y + by[1], point.tags)
+
+    @utility
+    def line(self, points: list[Point]) -> Line:
+        assert all(isinstance(point, Point) for point in points)
+        return Line(points)
+
+    @utility
+    def line_later(self, points: list[Point]) -> Future[Line]:
+        future: Future[Line] = Future()
+        future.set_result(Line(points))
+        return future
+
     def not_a_utility(self) -> None:
         raise AssertionError("called from outside")
 
@@ -147,3 +167,38 @@ class ResultsEngine(EngineCore):
             )
             if not left:
                 del self._left[request_id]
+
+
+@dataclasses.dataclass
+class Point:
+    """A dataclass for utility calls."""
+
+    x: int
+    y: float
+    tags: tuple[str, ...]
+
+
+class Line(msgspec.Struct):
+    """A struct with dataclasses in it."""
+
+    points: list[Point]
+
+
+class SleepyEngine(EchoEngine):
+    """Sleeps; wakes in two parts."""
+
+    def __init__(self, step_ms: float = 0.0) -> None:
+        super().__init__(step_ms=step_ms)
+        self._asleep: set[str] = set()
+
+    @utility
+    def sleep(self, level: int = 1) -> None:
+        self._asleep = {"weights", "kv_cache"}
+
+    @utility
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._asleep -= set(tags or ("weights", "kv_cache"))
+
+    @utility
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)

@@ -3,6 +3,8 @@
 from outboard._version import __version__
 from outboard.client.async_mp import AsyncMPClient
 from outboard.client.base import EngineCoreClient
+from outboard.client.inproc import InprocClient
+from outboard.client.sync_mp import SyncMPClient
 from outboard.config import EngineConfig, FaultConfig, TransportConfig
 from outboard.engine.core import EngineCore, OutputBatch, Tokenizer, utility
 from outboard.errors import *  # noqa: F403
@@ -31,12 +33,14 @@ __all__ = [
     "EngineCoreRequest",
     "EngineInfo",
     "FaultConfig",
+    "InprocClient",
     "OutputBatch",
     "RequestMetrics",
     "RequestOutput",
     "RequestStream",
     "SamplingParams",
     "SchedulerStats",
+    "SyncMPClient",
     "Tokenizer",
     "TransportConfig",
     "__version__",

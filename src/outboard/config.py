@@ -37,6 +37,9 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         max_message_bytes: a peer that sends a larger message is disconnected.
         inline_bytes: arrays up to this size travel inside the message body; larger ones as frames of their own,
             which ZeroMQ does not copy from 64 KiB on (below that it copies anyway).
+        shared_memory_bytes: arrays larger than this travel through shared memory, where there is room for them.
+        shared_memory_limit: most bytes of shared memory for each engine core and each direction; memory is taken as it
+            is needed, and kept for reuse. 0 turns shared memory off.
         stream_buffer_bytes: results that one stream holds for a reader that is behind; past it that stream ends with
             `SlowReaderError`. Tokens do not count: they merge.
     """
@@ -44,12 +47,15 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     high_water_mark: int = 1000
     max_message_bytes: int = 4 << 30
     inline_bytes: int = 64 << 10
+    shared_memory_bytes: int = 1 << 20
+    shared_memory_limit: int = 1 << 30
     stream_buffer_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)!r}")
+            least = 0 if name == "shared_memory_limit" else 1
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

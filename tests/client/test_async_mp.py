@@ -308,9 +308,9 @@ def test_a_late_answer_is_dropped_quietly(run: Run, caplog: pytest.LogCaptureFix
 def test_a_call_is_registered_before_it_is_sent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(client: AsyncMPClient) -> None:
         seen: list[int] = []
-        send = client._outbox.send
+        post = client._sender._post
         monkeypatch.setattr(
-            client._outbox, "send", lambda *args, **kw: (seen.append(len(client.utility_results)), send(*args, **kw))
+            client._sender, "_post", lambda *args: (seen.append(len(client.utility_results)), post(*args))
         )
         await client.call_utility_async("echo")
         assert seen == [1]
@@ -473,7 +473,7 @@ def test_a_hook_that_raises_ends_the_client(run: Run, coroutine: bool) -> None:
 def test_a_gap_in_the_sequence_ends_the_client_and_junk_does_not(run: Run) -> None:
     async def body(client: AsyncMPClient) -> None:
         receiver = client._receiver
-        encode = client._encoder.encode
+        encode = client._sender._encoder.encode
         for junk in (b"", b"\xc1", os.urandom(50), *encode([1, 2, 3])):
             receiver.on_message(junk, ())
         receiver.on_message(encode(EngineCoreOutputs(0, 12345, 0, 0.0))[0], ())
@@ -496,7 +496,7 @@ def test_the_engine_says_that_it_is_dead_and_hangs_on_its_way_out(run: Run) -> N
 
     async def body(client: AsyncMPClient) -> None:
         report = ErrorReport("MyError", "it hurts", "Traceback: it hurts")
-        dead = client._encoder.encode(EngineCoreDead(0, client._epoch, report))[0]
+        dead = client._sender._encoder.encode(EngineCoreDead(0, client._epoch, report))[0]
         client._receiver.on_message(dead, ())
         with pytest.raises(EngineDeadError, match="it hurts") as caught:
             await asyncio.wait_for(client.get_output_async(), 1)
@@ -519,7 +519,7 @@ def test_send_input_is_done_once_the_message_is_held(run: Run) -> None:
 
 def test_buffers_live_until_zeromq_lets_go_and_no_longer(run: Run) -> None:
     async def body(client: AsyncMPClient) -> None:
-        array = np.arange(1 << 20, dtype=np.float32)
+        array = np.arange(200_000, dtype=np.float32)  # large enough for a frame, too small for shared memory
         reference = weakref.ref(array)
         os.kill(client.core_engines[0].pid, signal.SIGSTOP)
         calls = [asyncio.ensure_future(client.call_utility_async("echo", array)) for _ in range(20)]
@@ -530,7 +530,7 @@ def test_buffers_live_until_zeromq_lets_go_and_no_longer(run: Run) -> None:
         assert reference() is not None
         os.kill(client.core_engines[0].pid, signal.SIGCONT)
         for answer in await asyncio.gather(*calls):
-            np.testing.assert_array_equal(answer[0][0], np.arange(1 << 20, dtype=np.float32))
+            np.testing.assert_array_equal(answer[0][0], np.arange(200_000, dtype=np.float32))
         del answer, calls
         for _ in range(100):
             gc.collect()
@@ -664,7 +664,7 @@ def test_an_undecodable_add_fails_that_request_alone(run: Run) -> None:
 
     async def body(client: AsyncMPClient) -> None:
         handle = client._pending.add_request("bad")
-        frames = client._encoder.encode([client._epoch, handle, "bad", b"", {"not": "params"}])
+        frames = client._sender._encoder.encode([client._epoch, handle, "bad", b"", {"not": "params"}])
         client._outbox.send([EngineCoreRequestType.ADD.value, *frames])
         await client.add_request_async(request())
         outputs: dict[str, Any] = {}

@@ -189,6 +189,12 @@ def test_garbage_changes_nothing(frames: list[bytes]) -> None:
     assert handshake.refused == 1
 
 
+def test_garbage_of_our_own_child_where_its_ready_belongs_fails(greeted: EngineHandshake) -> None:
+    assert greeted.receive(OWN, [b"garbage"]) is not None
+    assert greeted.state is HandshakeState.FAILED
+    assert greeted.failure is not None and "READY makes no sense" in greeted.failure.message
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Messages of our own child and of foreign peers, in any order."""
 
@@ -256,7 +262,7 @@ class AnyOrder(RuleBasedStateMachine):
     def end_of_another_peer(self, message: Any, sender: bytes) -> None:
         self.foreign(message, sender)
 
-    @rule(body=st.binary(max_size=30), sender=st.sampled_from([OWN, OTHER]))
+    @rule(body=st.binary(max_size=30), sender=st.sampled_from([OTHER, b""]))
     def garbage(self, body: bytes, sender: bytes) -> None:
         self.foreign(body, sender)
 

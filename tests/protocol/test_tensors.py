@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
 from outboard.protocol.messages import UtilityOutput
-from outboard.protocol.tensors import ARRAY_EXT, pack_array, unpack_array
+from outboard.protocol.tensors import ARRAY_EXT, Inlet, Outlet, pack_array, unpack_array
 
 INLINE = 64
 PLAIN_DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "g", "F", "D", "G"]
@@ -213,7 +213,7 @@ FRAME = bytes(range(8))
 
 
 def unpack(*fields: Any, aux: Any = (FRAME,)) -> np.ndarray[Any, Any]:
-    return unpack_array(memoryview(msgspec.msgpack.encode(fields)), aux)
+    return unpack_array(memoryview(msgspec.msgpack.encode(fields)), Inlet(aux))
 
 
 def test_what_the_malformed_payloads_below_differ_from() -> None:
@@ -239,6 +239,8 @@ def test_what_the_malformed_payloads_below_differ_from() -> None:
         ("<i4", [0, 2**63], b""),
         ("<i4", [1] * 70 + [2], FRAME),
         ("<i4", [2], 1),
+        ("<i4", [2], [0, 1, 0]),
+        ("<i4", [2], [0, 1]),
         ("<i4", [2], 2**63),
         ("no such type", [2], FRAME),
         ("<M8[foo]", [1], FRAME),
@@ -284,12 +286,13 @@ def test_a_dtype_that_is_never_sent(dtype: str) -> None:
 def test_payloads_that_are_no_msgpack() -> None:
     for payload in (b"", b"\xc1", b"\x93", FRAME):
         with pytest.raises(ProtocolError, match="malformed array"):
-            unpack_array(memoryview(payload), [])
+            unpack_array(memoryview(payload), Inlet())
 
 
-def test_pack_array_numbers_its_frames_behind_those_that_are_there() -> None:
-    aux: list[Any] = [b"first"]
-    packed = pack_array(np.zeros(100), INLINE, aux)
-    assert packed.code == ARRAY_EXT
-    assert msgspec.msgpack.decode(packed.data)[2] == 1
-    assert len(aux) == 2
+def test_frames_are_numbered_one_after_the_other() -> None:
+    outlet = Outlet(INLINE)
+    for number in range(3):
+        packed = pack_array(np.zeros(100), outlet)
+        assert packed.code == ARRAY_EXT
+        assert msgspec.msgpack.decode(packed.data)[2] == number
+    assert len(outlet.frames) == 3

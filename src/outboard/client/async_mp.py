@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from array import array
-from collections.abc import Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Self
 
+from outboard.client.async_receiver import AsyncReceiver, OutputSink
 from outboard.client.base import MPClient
 from outboard.client.monitor import EngineMonitor
-from outboard.client.pending import CallFuture, PendingTable
-from outboard.client.receiver import OutputSink, Receiver
 from outboard.config import EngineConfig
-from outboard.errors import ClientClosedError, InvalidRequestError, UtilityError, UtilityTimeoutError
-from outboard.protocol.codec import MsgpackEncoder
-from outboard.protocol.messages import (
-    AbortRequests,
-    AddRequest,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineCoreRequestType,
-    SchedulerStats,
-    UtilityCall,
-)
-from outboard.transport.outbox import Outbox
+from outboard.errors import UtilityTimeoutError
+from outboard.protocol.messages import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from outboard.transport.reader import SocketReader
 
 __all__ = ["AsyncMPClient"]
@@ -56,14 +45,20 @@ class AsyncMPClient(MPClient):
         super().__init__(config, client_index=client_index, cancel_fd=cancel_fd)
         resources = self._resources
         engine = self.core_engines[0]
-        self._pending = PendingTable()
         self.outputs_queue: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
-        self._encoder = MsgpackEncoder(self.config.transport.inline_bytes)
-        self._receiver = Receiver(self, self._pending, self.outputs_queue, self._epoch, resources)
+        self._receiver: AsyncReceiver = AsyncReceiver(
+            self,
+            self.outputs_queue,
+            self._pending,
+            self._epoch,
+            resources.on_engine_dead,
+            resources.give_up,
+            resources.memory.reader,
+        )
         reader = SocketReader(self._output_socket, self._receiver.on_message)
         resources.reader = reader
         resources.monitor = EngineMonitor(resources.process, reader, self._receiver, engine.rank, engine.incarnation)
-        self._outbox = resources.outbox = Outbox(self._input_socket, engine.identity, resources.call_later)
+        resources.on_dead = resources.monitor.on_dead
         if _running_loop() is not None:
             self._ensure_output_queue_task()
 
@@ -109,40 +104,16 @@ class AsyncMPClient(MPClient):
         """
         self._ensure_output_queue_task()
         self.validate_alive()
-        request.client_index = self.client_index
-        request.arrival_time = request.arrival_time or time.time()
-        handle = self._pending.add_request(request.request_id)
-        try:
-            frames = self._encoder.encode(
-                AddRequest(
-                    self._epoch,
-                    handle,
-                    request.request_id,
-                    _pack_token_ids(request.prompt_token_ids),
-                    request.sampling_params,
-                    request.inputs,
-                    request.client_index,
-                    request.arrival_time,
-                )
-            )
-        except (TypeError, ValueError, OverflowError) as error:
-            self._pending.end_request(handle)
-            raise InvalidRequestError(f"request {request.request_id!r} cannot be sent: {error}") from error
-        self._outbox.send([EngineCoreRequestType.ADD.value, *frames], key=handle)
-        return handle
+        return self._sender.add_request(request)
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         """Ends requests: no output of theirs is delivered any more. Unknown and finished ids are no error."""
         self._ensure_output_queue_task()
-        self.abort_handles([self._pending.handles[name] for name in request_ids if name in self._pending.handles])
+        self._sender.abort_requests(request_ids)
 
     def abort_handles(self, handles: Sequence[int]) -> None:
         """As `abort_requests_async`, by handle. Call it on the loop."""
-        known = [handle for handle in handles if self._pending.end_request(handle) is not None]
-        # One that is still in the outbox is taken back; an abort would overtake nothing, but it would be for nothing.
-        sent = [handle for handle in known if not self._outbox.take_back(handle)]
-        if sent:
-            self._send_input(EngineCoreRequestType.ABORT, AbortRequests(self._epoch, sent))
+        self._sender.abort(handles)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """The next message with outputs or scheduler stats. Cancelling it loses nothing.
@@ -197,64 +168,44 @@ class AsyncMPClient(MPClient):
             UtilityError: an argument cannot be sent.
             EngineDeadError: the engine core is gone, or went before it answered.
         """
-        if rank not in (None, self.core_engines[0].rank):
-            raise ValueError(f"no engine core of rank {rank}; there is rank {self.core_engines[0].rank}")
+        self._check_rank(rank)
         self._ensure_output_queue_task()
         self.validate_alive()
-        future: CallFuture = asyncio.get_running_loop().create_future()
-        call_id = self._pending.add_call(future)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        call_id = self._sender.call(future, method, args, kwargs)
         try:
-            try:
-                call = UtilityCall(self._epoch, call_id, method, list(args), kwargs or {})
-                self._send_input(EngineCoreRequestType.UTILITY, call)
-            except (TypeError, ValueError, OverflowError) as error:
-                raise UtilityError(f"the arguments of {method!r} cannot be sent: {error}") from error
             async with asyncio.timeout(timeout) as scope:
-                return await future  # type: ignore[misc]
+                result = await future
         except TimeoutError:
             if not scope.expired():
                 raise
             raise UtilityTimeoutError(f"utility call {method!r} was not answered within {timeout:g} s") from None
         finally:
             self._pending.end_call(call_id)
+        return self._typed(method, result)
+
+    async def collective_rpc_async(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a `@utility` method on every worker of the engine; one result a worker, at least one.
+
+        Args, raises: as `call_utility_async`.
+        """
+        results: list[Any] = await self.call_utility_async(
+            "collective_rpc", method, timeout, list(args), kwargs, timeout=timeout
+        )
+        return [self._typed(method, result) for result in results]
 
     # --- state ---
-
-    def validate_alive(self) -> None:
-        """Raises `EngineDeadError`, an instance of its own, if the engine core is gone."""
-        if self._receiver.failure is not None:
-            raise self._receiver.failure.copy()
-
-    @property
-    def utility_results(self) -> dict[int, CallFuture]:
-        """Utility calls that wait: call id -> future."""
-        return self._pending.utility_results
-
-    @property
-    def pending_messages(self) -> Sequence[tuple[Any, Any]]:
-        """(tracker, frames) of messages whose buffers ZeroMQ has not let go of."""
-        self._outbox.free_sent()
-        return self._outbox.tracked
 
     @property
     def output_queue_task(self) -> asyncio.Future[None] | None:
         """A future that owns the reader: cancelling it cancels reading. None until a loop is attached."""
         return self._receiver.reading
-
-    @property
-    def scheduler_stats(self) -> SchedulerStats:
-        """The latest load that the engine core reported."""
-        return self._receiver.scheduler_stats
-
-    def stats(self) -> dict[str, Any]:
-        """Counters: messages received, messages dropped by reason, requests and utility calls in flight."""
-        return {
-            "received": self._receiver.received,
-            "dropped": dict(self._receiver.dropped),
-            "requests": len(self._pending.request_ids),
-            "utility_calls": len(self._pending.utility_results),
-            "outbox": len(self._outbox),
-        }
 
     # --- inside ---
 
@@ -275,18 +226,42 @@ class AsyncMPClient(MPClient):
 
     def _send_input(self, request_type: EngineCoreRequestType, message: Any) -> Awaitable[None]:
         """Sends a message; the awaitable is done: ZeroMQ or the outbox holds it."""
-        self._outbox.send([request_type.value, *self._encoder.encode(message)])
+        self._sender.send(request_type, message)
         return _DONE
 
     def _stop_reading(self) -> None:
-        engine = self.core_engines[0]
-        self._receiver.fail(
-            ClientClosedError(
-                "the client was shut down", rank=engine.rank, pid=engine.pid, phase="stopping", exit_code=None
-            )
-        )
+        self._on_loop(self._end_reading)
+
+    def _end_reading(self) -> None:
+        self._receiver.fail(self._closed_error())
         self._receiver.detach()
         self._resources.stop_reading()
+
+    def _on_loop(self, function: Callable[[], None]) -> None:
+        """Calls `function` on the loop and waits, if that runs in another thread; else here."""
+        loop = self._resources.loop
+        if loop is None or not loop.is_running() or _running_loop() is loop:
+            function()
+            return
+        done = threading.Event()
+
+        def call() -> None:
+            try:
+                function()
+            finally:
+                done.set()
+
+        try:
+            loop.call_soon_threadsafe(call)
+        except RuntimeError:  # it was closed in between
+            function()
+            return
+        # A loop that stops before its turn comes never calls.
+        deadline = time.monotonic() + self.config.faults.shutdown_timeout
+        while not done.wait(0.05):
+            if not loop.is_running() or time.monotonic() > deadline:
+                function()
+                return
 
 
 class _Done:
@@ -305,9 +280,3 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    if isinstance(token_ids, array) and token_ids.typecode == "i":
-        return token_ids.tobytes()
-    return array("i", token_ids).tobytes()

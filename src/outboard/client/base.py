@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
+import logging
 import os
 import secrets
 import struct
 import sys
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from outboard.client.pending import CallFuture, PendingTable
+from outboard.client.receiver import Receiver
 from outboard.client.resources import Resources
+from outboard.client.sender import Sender
 from outboard.config import EngineConfig
-from outboard.engine.loader import IMPORTING_ENGINE
+from outboard.engine.calls import convert, return_type
+from outboard.engine.core import EngineCore
+from outboard.engine.loader import IMPORTING_ENGINE, load_engine_class
 from outboard.engines.registry import resolve_engine
-from outboard.errors import ConfigError, EngineStartupError
+from outboard.errors import ClientClosedError, ConfigError, EngineStartupError, UtilityError
 from outboard.launch.startup import start_engine_core
-from outboard.protocol.messages import EngineInfo, Init
+from outboard.protocol.codec import MsgpackEncoder
+from outboard.protocol.messages import EngineInfo, Init, SchedulerStats
+from outboard.protocol.shm_pair import SharedMemory
+from outboard.transport.outbox import Outbox
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import (
     ControlServer,
@@ -34,6 +42,8 @@ from outboard.transport.sockets import (
 )
 
 __all__ = ["CoreEngine", "EngineCoreClient", "MPClient"]
+
+logger = logging.getLogger("outboard.client")
 
 # READY has come, so the engine core has connected already; this only bounds what cannot happen.
 _CONNECT_TIMEOUT = 10.0
@@ -48,6 +58,7 @@ class CoreEngine(msgspec.Struct, frozen=True):
         identity: its ZeroMQ identity, made of both.
         pid: its process id.
         info: what it reported of itself when it was ready.
+        typed_utilities: methods whose results are converted by their annotations.
     """
 
     rank: int
@@ -55,10 +66,43 @@ class CoreEngine(msgspec.Struct, frozen=True):
     identity: bytes
     pid: int
     info: EngineInfo
+    typed_utilities: frozenset[str] = frozenset()
 
 
 class EngineCoreClient(ABC):
-    """Drives engine cores; the subclasses differ in where these run and in how one waits for them."""
+    """Drives an engine core; the kinds differ in where it runs and in how one waits for it.
+
+    Attributes:
+        config: the whole configuration.
+        client_index: index of this front end.
+        core_engines: the engine cores.
+    """
+
+    config: EngineConfig
+    client_index: int
+    core_engines: list[CoreEngine]
+    _pending: PendingTable
+    _sender: Sender
+    _receiver: Receiver
+
+    @staticmethod
+    def make_client(
+        multiprocess_mode: bool, asyncio_mode: bool, config: EngineConfig | str | type[Any]
+    ) -> EngineCoreClient:
+        """The kind of client that fits: `InprocClient`, `SyncMPClient` or `AsyncMPClient`.
+
+        Raises:
+            ConfigError: asyncio without a process of its own for the engine: steps would block the event loop.
+        """
+        from outboard.client.async_mp import AsyncMPClient
+        from outboard.client.inproc import InprocClient
+        from outboard.client.sync_mp import SyncMPClient
+
+        if multiprocess_mode:
+            return AsyncMPClient(config) if asyncio_mode else SyncMPClient(config)
+        if asyncio_mode:
+            raise ConfigError("asyncio_mode needs multiprocess_mode: in one process, steps would block the event loop")
+        return InprocClient(config)
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:
@@ -67,6 +111,58 @@ class EngineCoreClient(ABC):
         Args:
             timeout: seconds that the engine core gets to stop by itself; default `FaultConfig.shutdown_timeout`.
         """
+
+    def validate_alive(self) -> None:
+        """Raises `EngineDeadError`, an instance of its own, if the engine core is gone."""
+        if self._receiver.failure is not None:
+            raise self._receiver.failure.copy()
+
+    @property
+    def engine_info(self) -> EngineInfo:
+        """What the engine core reported of itself when it was ready."""
+        return self.core_engines[0].info
+
+    @property
+    def scheduler_stats(self) -> SchedulerStats:
+        """The latest load that the engine core reported."""
+        return self._receiver.scheduler_stats
+
+    @property
+    def utility_results(self) -> dict[int, CallFuture]:
+        """Utility calls that wait: call id -> future."""
+        return self._pending.utility_results
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: messages received, messages dropped by reason, requests and utility calls in flight."""
+        return {
+            "received": self._receiver.received,
+            "dropped": dict(self._receiver.dropped),
+            "requests": len(self._pending.request_ids),
+            "utility_calls": len(self._pending.utility_results),
+        }
+
+    @functools.cached_property
+    def _engine_class(self) -> type[EngineCore] | None:
+        """The engine's class, for the annotations of its utilities; None where it cannot be imported here."""
+        try:
+            return load_engine_class(resolve_engine(self.config.engine))
+        except Exception:
+            logger.info("the engine's class cannot be imported here: results keep their wire types", exc_info=True)
+            return None
+
+    def _check_rank(self, rank: int | None) -> None:
+        ranks = [engine.rank for engine in self.core_engines]
+        if rank is not None and rank not in ranks:
+            raise ValueError(f"no engine core of rank {rank}; there is rank {', '.join(map(str, ranks))}")
+
+    def _typed(self, method: str, result: Any) -> Any:
+        """A utility call's result as the type that the method's annotation names."""
+        if method not in self.core_engines[0].typed_utilities or self._engine_class is None:
+            return result
+        try:
+            return convert(result, return_type(getattr(self._engine_class, method)))
+        except msgspec.ValidationError as error:
+            raise UtilityError(f"the result of {method!r} is not what its annotation says: {error}") from error
 
 
 class MPClient(EngineCoreClient):
@@ -84,10 +180,6 @@ class MPClient(EngineCoreClient):
         EngineStartupError: the engine core died or failed before it was ready, or was too slow
             (`EngineStartupTimeout`); says how and why. Whatever had been started is gone.
 
-    Attributes:
-        config: the whole configuration.
-        client_index: index of this front end.
-        core_engines: the engine cores.
     """
 
     def __init__(
@@ -99,16 +191,36 @@ class MPClient(EngineCoreClient):
         self._resources, self._input_socket, self._output_socket, engine = _start(
             self.config, client_index, self._epoch, cancel_fd
         )
-        self.core_engines: list[CoreEngine] = [engine]
+        self.core_engines = [engine]
+        self._pending = PendingTable()
+        resources, transport = self._resources, self.config.transport
+        encoder = MsgpackEncoder(transport.inline_bytes, transport.shared_memory_bytes, resources.memory.pool)
+        self._outbox = resources.outbox = Outbox(
+            self._input_socket, engine.identity, resources.call_later, encoder.give_back
+        )
+        self._sender = Sender(
+            self._epoch,
+            client_index,
+            self._pending,
+            encoder,
+            self._outbox.send,
+            self._outbox.take_back,
+        )
         self._shutdown_lock = threading.Lock()
         self._closed = False
         # The finalizer must not reach the client, or it would never run.
         self._finalizer = weakref.finalize(self, self._resources.abandon)
 
     @property
-    def engine_info(self) -> EngineInfo:
-        """What the engine core reported of itself when it was ready."""
-        return self.core_engines[0].info
+    def pending_messages(self) -> Sequence[tuple[Any, Any]]:
+        """(tracker, frames) of messages whose buffers ZeroMQ has not let go of."""
+        self._outbox.free_sent()
+        return self._outbox.tracked
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: messages received, messages dropped by reason, requests and utility calls in flight, messages held
+        in the outbox."""
+        return {**super().stats(), "outbox": len(self._outbox)}
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stops the engine core and frees everything: process, sockets, files.
@@ -128,45 +240,16 @@ class MPClient(EngineCoreClient):
                 return
             self._closed = True
             self._finalizer.detach()
-            self._on_owning_thread(self._stop_reading)
+            self._stop_reading()
             self._resources.close(self.config.faults.shutdown_timeout if timeout is None else timeout)
 
     @abstractmethod
     def _stop_reading(self) -> None:
-        """Ends what waits, and takes the sockets out of use."""
+        """Ends what waits, and takes the sockets out of use; called by `shutdown`, in its thread."""
 
-    def _on_owning_thread(self, function: Callable[[], None]) -> None:
-        """Calls `function` where the sockets are used: on the loop if it runs in another thread, else here."""
-        loop = self._resources.loop
-        if loop is None or not loop.is_running() or _runs_here(loop):
-            function()
-            return
-        done = threading.Event()
-
-        def call() -> None:
-            try:
-                function()
-            finally:
-                done.set()
-
-        try:
-            loop.call_soon_threadsafe(call)
-        except RuntimeError:  # it was closed in between
-            function()
-            return
-        # A loop that stops before its turn comes never calls.
-        deadline = time.monotonic() + self.config.faults.shutdown_timeout
-        while not done.wait(0.05):
-            if not loop.is_running() or time.monotonic() > deadline:
-                function()
-                return
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
+    def _closed_error(self) -> ClientClosedError:
+        engine = self.core_engines[0]
+        return ClientClosedError("the client was shut down", rank=engine.rank, pid=engine.pid, phase="stopping")
 
 
 def _start(
@@ -181,6 +264,7 @@ def _start(
     reference = resolve_engine(config.engine)
     session = SessionDirectory()
     context = make_context()
+    memory = SharedMemory.offer(config.transport.shared_memory_limit)
     try:
         # Names are never used twice: what a dead peer still holds for an old name must not reach a new socket.
         nonce = secrets.token_hex(4)
@@ -199,11 +283,13 @@ def _start(
             high_water_mark=config.transport.high_water_mark,
             max_message_bytes=config.transport.max_message_bytes,
             inline_bytes=config.transport.inline_bytes,
+            shared_memory_bytes=config.transport.shared_memory_bytes,
+            arena=memory.address,
         )
         control = ControlServer(context, control_address)
         input_socket = bind_input(context, init.input_address, config.transport)
         output_socket = bind_output(context, init.output_address, config.transport)
-        process, info = start_engine_core(
+        process, ready = start_engine_core(
             init,
             session=session,
             control=control,
@@ -211,16 +297,20 @@ def _start(
             faults=config.faults,
             cancel_fd=cancel_fd,
         )
+        assert process.engine_pid is not None  # HELLO told it
         resources = Resources(context, session, control, input_socket, output_socket, process)
+        resources.memory = memory
+        memory.attach(process.engine_pid)
         if wait_for_peers(input_socket, {init.identity}, _CONNECT_TIMEOUT):
             resources.close(timeout=0)
             raise EngineStartupError("the engine core said READY but did not connect its input socket")
     except BaseException:
+        memory.close()
         context.destroy(linger=0)
         session.remove()
         raise
-    assert process.engine_pid is not None  # HELLO told it
-    return resources, input_socket, output_socket, CoreEngine(0, 0, init.identity, process.engine_pid, info)
+    engine = CoreEngine(0, 0, init.identity, process.engine_pid, ready.info, frozenset(ready.typed_utilities))
+    return resources, input_socket, output_socket, engine
 
 
 def _search_path() -> list[str]:

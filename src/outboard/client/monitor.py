@@ -10,13 +10,13 @@ from outboard.launch.process import EngineProcess
 from outboard.protocol.messages import ErrorReport
 from outboard.transport.reader import SocketReader
 
-__all__ = ["EngineMonitor"]
+__all__ = ["EXIT_GRACE", "LONGEST", "QUIET", "EngineMonitor", "death_of"]
 
 # What a dead engine core had sent may still be on its way: wait until its socket is quiet for 20 ms, at most 200 ms.
-_QUIET = 0.020
-_LONGEST = 0.200
+QUIET = 0.020
+LONGEST = 0.200
 # An engine core that said ENGINE_CORE_DEAD gets this long to end by itself, so that its exit code can be told.
-_EXIT_GRACE = 0.500
+EXIT_GRACE = 0.500
 
 
 class Failing(Protocol):
@@ -72,7 +72,7 @@ class EngineMonitor:
         """The engine core has said that it is about to end: its exit follows, or is waited for no longer."""
         self._report = report
         if self._loop is not None:
-            self._timer = self._loop.call_later(_EXIT_GRACE, self._tell)
+            self._timer = self._loop.call_later(EXIT_GRACE, self._tell)
 
     def _on_exit(self) -> None:
         loop = self._loop
@@ -80,11 +80,11 @@ class EngineMonitor:
         loop.remove_reader(self._sentinel)
         if self._timer is not None:
             self._timer.cancel()
-        self._deadline = loop.time() + _LONGEST
+        self._deadline = loop.time() + LONGEST
         self._wait_for_quiet(loop, self._receiver.received)
 
     def _wait_for_quiet(self, loop: asyncio.AbstractEventLoop, received: int) -> None:
-        self._timer = loop.call_later(_QUIET, self._look_again, loop, received)
+        self._timer = loop.call_later(QUIET, self._look_again, loop, received)
 
     def _look_again(self, loop: asyncio.AbstractEventLoop, before: int) -> None:
         if self._receiver.received != before and loop.time() < self._deadline:
@@ -93,12 +93,16 @@ class EngineMonitor:
             self._tell()
 
     def _tell(self) -> None:
-        error = self._process.death("running", EngineDeadError, rank=self._rank, incarnation=self._incarnation)
-        if self._report is not None and not error.remote_type:
-            report = self._report
-            error.remote_type, error.remote_message, error.remote_traceback = (
-                report.type,
-                report.message,
-                report.traceback,
-            )
-        self._receiver.fail(error)
+        self._receiver.fail(death_of(self._process, self._rank, self._incarnation, self._report))
+
+
+def death_of(process: EngineProcess, rank: int, incarnation: int, report: ErrorReport | None = None) -> EngineDeadError:
+    """What to tell of an engine core that died while running.
+
+    Args:
+        report: what it said itself on its way out, if it left nothing on its report page.
+    """
+    error = process.death("running", EngineDeadError, rank=rank, incarnation=incarnation)
+    if report is not None and not error.remote_type:
+        error.remote_type, error.remote_message, error.remote_traceback = report.type, report.message, report.traceback
+    return error

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from outboard.client.monitor import EngineMonitor
 from outboard.launch.process import EngineProcess
 from outboard.protocol.messages import ErrorReport
+from outboard.protocol.shm_pair import SharedMemory
 from outboard.transport.outbox import Outbox
 from outboard.transport.reader import SocketReader
 from outboard.transport.session import SessionDirectory
@@ -30,6 +31,10 @@ class Resources:
         process: the engine core's.
         loop: the event loop that reads; None while there is none.
         reader, monitor, outbox: what works on the sockets; set by the client.
+        on_dead: told of an ENGINE_CORE_DEAD message; set by the client.
+        timer: calls a function after a delay in the thread that reads, where there is one.
+        memory: shared with the engine core; off unless the client sets it.
+        stop_thread: ends the thread that reads, where there is one, which then calls what it is given.
     """
 
     def __init__(
@@ -51,16 +56,23 @@ class Resources:
         self.reader: SocketReader | None = None
         self.monitor: EngineMonitor | None = None
         self.outbox: Outbox | None = None
+        self.on_dead: Callable[[ErrorReport], None] | None = None
+        self.timer: Callable[[float, Callable[[], None]], None] | None = None
+        self.stop_thread: Callable[[Callable[[], None]], None] | None = None
+        self.memory = SharedMemory()
 
     def call_later(self, delay: float, function: Callable[[], None]) -> None:
-        """Calls `function` on the attached loop after `delay` seconds."""
-        assert self.loop is not None  # nothing is sent before a loop is attached
-        self.loop.call_later(delay, function)
+        """Calls `function` after `delay` seconds on the attached loop, or in the thread that reads."""
+        if self.timer is not None:
+            self.timer(delay, function)
+        else:
+            assert self.loop is not None  # nothing is sent before a loop is attached
+            self.loop.call_later(delay, function)
 
     def on_engine_dead(self, report: ErrorReport) -> None:
         """The engine core has told that it is about to end."""
-        if self.monitor is not None:
-            self.monitor.on_dead(report)
+        if self.on_dead is not None:
+            self.on_dead(report)
 
     def give_up(self) -> None:
         """Nothing more is wanted of the engine core: stops reading and kills what may be left of it. Does not block."""
@@ -78,6 +90,7 @@ class Resources:
             self.monitor.detach()
         if self.outbox is not None:
             self.outbox.clear()
+        self.memory.close()
 
     def close_sockets(self) -> None:
         """Closes all sockets, which nobody may be using. Idempotent."""
@@ -101,6 +114,9 @@ class Resources:
         if os.getpid() != self.creator:
             return
         self.process.release()
+        if self.stop_thread is not None:
+            self.stop_thread(self._release)
+            return
         loop = self.loop
         if loop is not None and loop.is_running():
             try:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from outboard.engine.core import EngineCore, OutputBatch
 from outboard.errors import UtilityError
@@ -92,8 +92,6 @@ class Controls:
             mode: what becomes of those that run: "abort" ends them, "wait" lets them end (the call is answered then),
                 "keep" freezes them.
         """
-        if mode not in get_args(PauseMode):
-            raise UtilityError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
         self.paused = True
         self.frozen = self._sleeping or mode == "keep"
         if mode == "abort":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from outboard.engine.calls import convert_arguments
 from outboard.errors import UnsupportedError, UtilityNotFoundError
 from outboard.protocol.messages import EngineCoreRequest, EngineInfo, OutputExtras, SchedulerStats
 from outboard.protocol.sampling import FinishReason
@@ -291,14 +293,17 @@ class EngineCore(ABC):
     @utility
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> list[Any]:
+    ) -> list[Any] | Future[list[Any]]:
         """Calls a `@utility` method on every worker of the engine; one result a worker.
 
         Default: an engine without workers has one, itself; `timeout` then has nothing to bound.
         """
         if method not in utility_methods(self):
             raise UtilityNotFoundError(no_such_utility(self, method))
-        return [getattr(self, method)(*args, **(kwargs or {}))]
+        function = getattr(self, method)
+        args, kwargs = convert_arguments(function, list(args), kwargs or {})
+        result = function(*args, **kwargs)
+        return _in_list(result) if isinstance(result, Future) else [result]
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"{type(self).__name__} {what}")
@@ -313,3 +318,17 @@ class EngineCore(ABC):
         Default None: prompts must be token ids, and outputs have no text.
         """
         return None
+
+
+def _in_list(result: Future[Any]) -> Future[list[Any]]:
+    """A future of a list with that result in it."""
+    wrapped: Future[list[Any]] = Future()
+
+    def done(result: Future[Any]) -> None:
+        try:
+            wrapped.set_result([result.result()])
+        except BaseException as error:  # CancelledError too: whatever ended it is the caller's
+            wrapped.set_exception(error)
+
+    result.add_done_callback(done)
+    return wrapped

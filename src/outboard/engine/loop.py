@@ -16,6 +16,7 @@ from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from outboard.engine.calls import convert_arguments
 from outboard.engine.controls import Controls
 from outboard.engine.core import EngineCore, OutputBatch, no_such_utility, utility_methods
 from outboard.engine.outgoing import Outgoing, OutputPort, describe, error_report
@@ -199,7 +200,8 @@ class BusyLoop:
         try:
             if method is None:
                 raise UtilityNotFoundError(no_such_utility(self._engine, call.method, self._controls.utilities))
-            result = method(*call.args, **call.kwargs)
+            args, kwargs = convert_arguments(method, call.args, call.kwargs)
+            result = method(*args, **kwargs)
         except Exception as error:
             self._answer(UtilityOutput(call.call_id, error=error_report(error)))
             return

@@ -24,27 +24,26 @@ import msgspec
 
 from outboard._version import __version__
 from outboard.config import TransportConfig
-from outboard.engine.core import EngineCore
+from outboard.engine.calls import has_typed_result
+from outboard.engine.core import EngineCore, utility_methods
+from outboard.engine.incoming import Incoming
 from outboard.engine.loader import IMPORTING_ENGINE, bind_options, load_engine_class
-from outboard.engine.loop import BadRequest, BusyLoop, Stop
+from outboard.engine.loop import BusyLoop, Stop
 from outboard.engine.outgoing import error_report
-from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
 from outboard.protocol.environment import REPORT_FD, ChildEnvironment
 from outboard.protocol.messages import (
     PROTOCOL_VERSION,
-    AbortRequests,
-    AddRequest,
     EngineCoreDead,
-    EngineCoreRequestType,
+    EngineCoreOutputs,
     Failed,
     Hello,
     Init,
     Ready,
     Refused,
-    UtilityCall,
 )
 from outboard.protocol.report import ReportPage
+from outboard.protocol.shm_pair import SharedMemory
 from outboard.protocol.tensors import Buffer
 from outboard.transport.sockets import ControlClient, InputReceiver, OutputSender, ZmqContext, make_context
 
@@ -71,7 +70,8 @@ def main() -> int:
         init = _say_hello(control, environment)
         try:
             engine = _construct(init)
-            ready = encode(Ready(token, engine.info()))
+            typed = [name for name in utility_methods(engine) if has_typed_result(getattr(engine, name))]
+            ready = encode(Ready(token, engine.info(), typed))
         except Exception as error:
             report.write_report(error_report(error))
             control.send(encode(Failed(token, error_report(error))))
@@ -113,8 +113,11 @@ def _serve(
     limits = TransportConfig(high_water_mark=init.high_water_mark, max_message_bytes=init.max_message_bytes)
     inbox: SimpleQueue[Any] = SimpleQueue()
     receiver = InputReceiver(context, init.input_address, init.identity, limits)
-    port = _Port(OutputSender(context, init.output_address, limits), init.inline_bytes)
-    threading.Thread(target=_receive, args=(receiver, inbox, init.epoch), name="outboard-input", daemon=True).start()
+    memory = SharedMemory.join(init.arena)
+    encoder = MsgpackEncoder(init.inline_bytes, init.shared_memory_bytes, memory.pool)
+    port = _Port(OutputSender(context, init.output_address, limits), encoder)
+    incoming = Incoming(init.epoch, memory.reader)
+    threading.Thread(target=_receive, args=(receiver, inbox, incoming), name="outboard-input", daemon=True).start()
     loop = BusyLoop(engine, inbox, port, rank=init.rank, epoch=init.epoch)
     signal.signal(signal.SIGTERM, lambda signum, frame: inbox.put(Stop()))
     # What start-up made stays for ever: the garbage collector need not look at it again and again.
@@ -148,65 +151,36 @@ def _run(engine: EngineCore, loop: BusyLoop, init: Init, port: _Port, report: Re
 
 
 class _Port:
-    """The busy loop's way out: encoder and PUSH socket."""
+    """The busy loop's way out: encoder and PUSH socket. What is encoded and not sent is encoded again later."""
 
-    def __init__(self, sender: OutputSender, inline_bytes: int) -> None:
+    def __init__(self, sender: OutputSender, encoder: MsgpackEncoder) -> None:
         self._sender = sender
-        self.encode = MsgpackEncoder(inline_bytes).encode
+        self._encoder = encoder
+        self._unsent: Buffer | None = None
         self.writable = sender.writable
-        self.send = sender.send
+
+    def encode(self, message: EngineCoreOutputs | EngineCoreDead) -> Sequence[Buffer]:
+        if self._unsent is not None:
+            self._encoder.give_back(self._unsent)
+            self._unsent = None
+        frames = self._encoder.encode(message)
+        self._unsent = frames[0]
+        return frames
+
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        if not self._sender.send(frames):
+            return False
+        self._unsent = None
+        return True
 
     def close(self) -> None:
         self._sender.close(_LINGER_MS)
 
 
-# --- the input thread ------------------------------------------------------------------------------------------------
-
-
-class _Head(msgspec.Struct, array_like=True):
-    """The fields that every body begins with; what is told of a body that is otherwise undecodable."""
-
-    epoch: int
-    handle: int = -1
-
-
-def _receive(receiver: InputReceiver, inbox: SimpleQueue[Any], epoch: int) -> None:
-    """Receives and decodes until the context is terminated; what is of another epoch or makes no sense is dropped."""
-    decoders: dict[bytes, MsgpackDecoder[Any]] = {
-        EngineCoreRequestType.ADD.value: MsgpackDecoder(AddRequest),
-        EngineCoreRequestType.ABORT.value: MsgpackDecoder(AbortRequests),
-        EngineCoreRequestType.UTILITY.value: MsgpackDecoder(UtilityCall),
-    }
-    heads: MsgpackDecoder[_Head] = MsgpackDecoder(_Head)
+def _receive(receiver: InputReceiver, inbox: SimpleQueue[Any], incoming: Incoming) -> None:
+    """The input thread: receives and decodes until the context is terminated."""
     while (frames := receiver.receive()) is not None:
-        try:
-            item = _decode(frames, decoders, heads)
-        except ProtocolError as error:
-            logger.warning("dropped a message to the engine core: %s", error)
-            continue
-        except Exception:  # whatever it was: an engine core without its input thread would be deaf for ever
-            logger.exception("dropped a message to the engine core")
-            continue
-        if item[0] == epoch:
-            inbox.put(item[1])
-        else:
-            logger.warning("dropped a message of epoch %x to the engine core; its own is %x", item[0], epoch)
-
-
-def _decode(
-    frames: Sequence[Buffer], decoders: dict[bytes, MsgpackDecoder[Any]], heads: MsgpackDecoder[_Head]
-) -> tuple[int, Any]:
-    if len(frames) < 2:
-        raise ProtocolError(f"{len(frames)} frames; a message has a type byte and a body")
-    kind = bytes(frames[0])
-    decoder = decoders.get(kind)
-    if decoder is None:
-        raise ProtocolError(f"unknown message type {kind[:8]!r}")
-    try:
-        message = decoder.decode(frames[1], frames[2:])
-    except ProtocolError as error:
-        head = heads.decode(frames[1])
-        if kind != EngineCoreRequestType.ADD.value or head.handle < 0:
-            raise
-        return head.epoch, BadRequest(head.handle, str(error))
-    return message.epoch, message
+        item = incoming.decode(frames)
+        if item is not None:
+            inbox.put(item)
+        del frames, item  # their arrays must not be held until the next message comes

@@ -41,7 +41,7 @@ class EngineHandshake:
     Attributes:
         state: where it is.
         hello: who said HELLO; None before.
-        info: what READY told; None before.
+        ready: the READY message; None before.
         failure: why the engine core cannot get ready; None unless `state` is FAILED.
         refused: how many messages were refused or made no sense.
     """
@@ -53,9 +53,14 @@ class EngineHandshake:
         self._decoder: MsgpackDecoder[Hello | Ready | Failed] = MsgpackDecoder(Hello | Ready | Failed)
         self.state = HandshakeState.WAITING_HELLO
         self.hello: Hello | None = None
-        self.info: EngineInfo | None = None
+        self.ready: Ready | None = None
         self.failure: ErrorReport | None = None
         self.refused = 0
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the engine reported of itself; None before READY."""
+        return self.ready.info if self.ready is not None else None
 
     def receive(self, sender: bytes, frames: list[bytes]) -> bytes | None:
         """Takes one message; what to send back to `sender`, or None."""
@@ -64,6 +69,8 @@ class EngineHandshake:
                 raise ProtocolError(f"{len(frames)} frames; a handshake message has one")
             message = self._decoder.decode(frames[0])
         except ProtocolError as error:
+            if sender == self._peer and self.state is HandshakeState.WAITING_READY:
+                self._fail(f"its READY makes no sense: {error}")  # it would wait for ever
             return self._refuse(str(error))
         if message.session_token != self._token:
             return self._refuse("the session token is not this session's")
@@ -72,7 +79,7 @@ class EngineHandshake:
         if sender != self._peer or self.state is not HandshakeState.WAITING_READY:
             return self._refuse(f"unexpected {type(message).__name__}: {self.state.value}")
         if isinstance(message, Ready):
-            self.info = message.info
+            self.ready = message
             self.state = HandshakeState.READY
         else:
             self.failure = message.report
@@ -86,8 +93,7 @@ class EngineHandshake:
                 f"end's {PROTOCOL_VERSION} (outboard {__version__}): both must run the same installation"
             )
             if self.state is HandshakeState.WAITING_HELLO:
-                self.failure = ErrorReport("outboard.errors.ProtocolError", reason, reason)
-                self.state = HandshakeState.FAILED
+                self._fail(reason)
             return self._refuse(reason)
         for name in ("rank", "incarnation"):
             theirs, ours = getattr(hello, name), getattr(self._init, name)
@@ -99,6 +105,10 @@ class EngineHandshake:
         self._peer = sender
         self.state = HandshakeState.WAITING_READY
         return msgspec.msgpack.encode(self._init)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = ErrorReport("outboard.errors.ProtocolError", reason, reason)
+        self.state = HandshakeState.FAILED
 
     def _refuse(self, reason: str) -> bytes:
         self.refused += 1

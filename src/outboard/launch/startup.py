@@ -11,7 +11,7 @@ from outboard.errors import ConfigError, EngineStartupError, EngineStartupTimeou
 from outboard.launch.handshake import EngineHandshake, HandshakeState
 from outboard.launch.process import EngineProcess
 from outboard.protocol.environment import ChildEnvironment
-from outboard.protocol.messages import EngineInfo, ErrorReport, Init
+from outboard.protocol.messages import ErrorReport, Init, Ready
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer
 
@@ -33,7 +33,7 @@ def start_engine_core(
     control_address: str,
     faults: FaultConfig,
     cancel_fd: int | None = None,
-) -> tuple[EngineProcess, EngineInfo]:
+) -> tuple[EngineProcess, Ready]:
     """Starts an engine-core process and waits until it is ready. Blocks.
 
     Args:
@@ -52,13 +52,13 @@ def start_engine_core(
     environment = ChildEnvironment(control_address, session.token, init.rank, init.incarnation)
     process = EngineProcess.start({**os.environ, **environment.to_environ()}, session.path)
     try:
-        info = _shake_hands(process, init, session.token, control, faults, cancel_fd)
+        ready = _shake_hands(process, init, session.token, control, faults, cancel_fd)
     except BaseException:
         process.kill()
         process.wait(_EXIT_GRACE)
         process.close()
         raise
-    return process, info
+    return process, ready
 
 
 def _shake_hands(
@@ -68,7 +68,7 @@ def _shake_hands(
     control: ControlServer,
     faults: FaultConfig,
     cancel_fd: int | None,
-) -> EngineInfo:
+) -> Ready:
     handshake = EngineHandshake(token, init)
     deadline = time.monotonic() + faults.startup_timeout
     watched = [process.sentinel] if cancel_fd is None else [process.sentinel, cancel_fd]
@@ -81,8 +81,8 @@ def _shake_hands(
                 process.identify(handshake.hello.pid, handshake.hello.pgid)
             if answer is not None:
                 control.send(sender, answer)
-        if handshake.info is not None:
-            return handshake.info
+        if handshake.ready is not None:
+            return handshake.ready
         if handshake.failure is not None:
             process.wait(_EXIT_GRACE)
             raise _failure(process, init, handshake.failure)

@@ -8,7 +8,24 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from outboard.errors import ProtocolError
-from outboard.protocol.tensors import ARRAY_EXT, Buffer, FrameSource, is_array, is_scalar, pack_array, unpack_array
+from outboard.protocol.messages import EngineCoreOutputs, ErrorReport, UtilityOutput
+from outboard.protocol.shm import SlotPool, SlotReader, SlotRef
+from outboard.protocol.tensors import (
+    ARRAY_EXT,
+    TENSOR_EXT,
+    Buffer,
+    Inlet,
+    Outlet,
+    Unavailable,
+    is_array,
+    is_scalar,
+    is_tensor,
+    pack_array,
+    pack_tensor,
+    slot_of,
+    unpack_array,
+    unpack_tensor,
+)
 
 __all__ = ["MsgpackDecoder", "MsgpackEncoder"]
 
@@ -16,79 +33,158 @@ T = TypeVar("T")
 
 
 class MsgpackEncoder:
-    """Encodes messages of any of our structs. Not to be shared between threads."""
+    """Encodes messages of any of our structs, for one peer. Not to be shared between threads.
 
-    def __init__(self, inline_bytes: int) -> None:
-        self._inline_bytes = inline_bytes
-        self._aux: list[Buffer] = []
+    Args:
+        inline_bytes: arrays up to this size go into the body.
+        shared_memory_bytes: larger ones than this go into a slot of `pool`, if it has one; all others are frames.
+        pool: the peer's slots; None: no shared memory.
+    """
+
+    def __init__(self, inline_bytes: int, shared_memory_bytes: int = 0, pool: SlotPool | None = None) -> None:
+        self._sizes = (inline_bytes, shared_memory_bytes)
+        self._pool = pool
+        self._outlet: Outlet | None = None  # of the message that is being encoded, from its first array on
         self._encode = msgspec.msgpack.Encoder(enc_hook=self._hook).encode
 
     def encode(self, message: Any) -> list[Buffer]:
         """All frames of a message. Auxiliary frames are the arrays' own memory: it must not change while in flight.
 
+        A message that is then not sent must go to `give_back`.
+
         Raises:
             TypeError: the message holds a value that msgpack cannot carry; the text names its type.
         """
-        aux: list[Buffer] = []
-        self._aux = aux
         try:
-            return [self._encode(message), *aux]
+            body = self._encode(message)
+            return [body] if self._outlet is None else [body, *self._outlet.frames]
+        except BaseException:
+            if self._outlet is not None and self._pool is not None:
+                for slot in self._outlet.slots:
+                    self._pool.give_back(slot)
+            raise
         finally:
-            self._aux = []  # or the last message's buffers would live until the next one
+            self._outlet = None  # or the last message's buffers would live until the next one
+
+    def give_back(self, body: Buffer) -> None:
+        """Frees the slots of a message, given by its first frame, that is not going to be sent."""
+        if self._pool is not None and self._pool.held:
+            for slot in _slots_of(body):
+                self._pool.give_back(slot)
 
     def _hook(self, value: Any) -> Any:
         if is_array(value):
-            return pack_array(value, self._inline_bytes, self._aux)
+            return pack_array(value, self._open_outlet())
+        if is_tensor(value):
+            return pack_tensor(value, self._open_outlet())
         if is_scalar(value) and not is_scalar(item := value.item()):  # the item of a longdouble is a longdouble again
             return item
         raise TypeError(
-            f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent; "
-            "send msgpack values (None, bool, int, float, str, bytes, list, dict), dataclasses, structs or numpy arrays"
+            f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent; send msgpack values "
+            "(None, bool, int, float, str, bytes, list, dict), dataclasses, structs, numpy arrays or torch tensors"
         )
 
-
-class _Frames:
-    """Auxiliary frames, and which of them the message has asked for."""
-
-    __slots__ = ("_frames", "taken")
-
-    def __init__(self, frames: Sequence[Buffer]) -> None:
-        self._frames = frames
-        self.taken: set[int] = set()
-
-    def __getitem__(self, number: int) -> Buffer:
-        self.taken.add(number)
-        return self._frames[number]
+    def _open_outlet(self) -> Outlet:
+        if self._outlet is None:
+            self._outlet = Outlet(*self._sizes, self._pool)
+        return self._outlet
 
 
 class MsgpackDecoder(Generic[T]):
-    """Decodes frames to one type. Not to be shared between threads."""
+    """Decodes frames to one type. Not to be shared between threads.
 
-    def __init__(self, type_: Any) -> None:
-        self._aux: FrameSource = ()
+    Args:
+        type_: of the messages.
+        reader: for arrays that the peer puts into shared memory; None: there is none.
+    """
+
+    def __init__(self, type_: Any, reader: SlotReader | None = None) -> None:
+        self._reader = reader
+        self._inlet = Inlet()
         self._decode = msgspec.msgpack.Decoder(type_, ext_hook=self._hook).decode
 
     def decode(self, body: Buffer, aux: Sequence[Buffer] = ()) -> T:
-        """The message.
+        """The message. Where one holds a tensor that cannot be made here, only what holds it fails.
 
         Raises:
             ProtocolError: the frames are not a message of this type; the text says what is wrong.
         """
-        frames = _Frames(aux)
-        self._aux = frames if aux else ()
+        inlet = self._inlet = Inlet(aux, self._reader)
         try:
             message: T = self._decode(body)
-            if len(frames.taken) != len(aux):
-                raise ProtocolError(f"{len(aux)} auxiliary frames came, the message needs {len(frames.taken)}")
+            if len(inlet.taken) != len(aux):
+                raise ProtocolError(f"{len(aux)} auxiliary frames came, the message needs {len(inlet.taken)}")
+            if inlet.unavailable:
+                _fail_apart(message, inlet.unavailable)
             return message
         except ProtocolError:
+            self._free_unopened(body, inlet)
             raise
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self._free_unopened(body, inlet)
             raise ProtocolError(f"undecodable message: {error}") from error
         finally:
-            self._aux = ()
+            self._inlet = _NO_INLET
+
+    def discard(self, body: Buffer) -> None:
+        """Frees the slots of a message, given by its first frame, that is not going to be decoded."""
+        self._free_unopened(body, _NO_INLET)
+
+    def _free_unopened(self, body: Buffer, inlet: Inlet) -> None:
+        """Slots that were opened are free when the exception has gone, with their views; the others must be told."""
+        if self._reader is not None:
+            for slot in _slots_of(body):
+                if slot.number not in inlet.opened:
+                    self._reader.free(slot)
 
     def _hook(self, code: int, payload: memoryview) -> Any:
         if code == ARRAY_EXT:
-            return unpack_array(payload, self._aux)
+            return unpack_array(payload, self._inlet)
+        if code == TENSOR_EXT:
+            return unpack_tensor(payload, self._inlet)
         raise ProtocolError(f"unknown msgpack extension {code} in a message")
+
+
+_NO_INLET = Inlet()
+
+
+def _slots_of(body: Buffer) -> list[SlotRef]:
+    """All slots that a message refers to, as far as it can be read; whatever type it is of."""
+    found = []
+
+    def look(code: int, payload: memoryview) -> None:
+        if code in (ARRAY_EXT, TENSOR_EXT) and (slot := slot_of(payload)) is not None:
+            found.append(slot)
+
+    try:
+        msgspec.msgpack.Decoder(ext_hook=look).decode(body)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
+        pass
+    return found
+
+
+def _fail_apart(message: Any, reason: str) -> None:
+    """Makes an error of each result with an `Unavailable` in it. A message of another kind is one such thing itself."""
+    if not isinstance(message, EngineCoreOutputs):
+        raise ProtocolError(reason)
+    answer = message.utility_output
+    if answer is not None and _is_missing_in(answer.result):
+        error = ErrorReport(f"{ProtocolError.__module__}.{ProtocolError.__qualname__}", reason, "")
+        message.utility_output = UtilityOutput(answer.call_id, error=error)
+    extras = message.extras
+    if extras is None:
+        return
+    failed = [position for position, result in extras.results.items() if _is_missing_in(result)]
+    ended = [end for end in message.finished or () if end[0] not in failed]
+    message.finished = ended + [(position, "error", None) for position in failed] or None
+    for position in failed:
+        del extras.results[position]
+        extras.errors[position] = reason
+
+
+def _is_missing_in(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_is_missing_in, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_missing_in, value))
+    return isinstance(value, Unavailable)

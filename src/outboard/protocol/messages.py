@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from outboard.protocol.sampling import FinishReason, SamplingParams
+from outboard.protocol.shm import ArenaAddress
 
 __all__ = [
     "EEP_NOTIFICATION_CALL_ID",
@@ -69,7 +70,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
         prompt_token_ids: the prompt's tokens; in the engine core an `array.array("i")` (int32; a buffer that numpy
             wraps without a copy, and that iterates as plain ints).
         sampling_params: how to continue; an engine that is not a language model may ignore it.
-        inputs: input of an engine that is not a language model: any msgpack value, numpy arrays included.
+        inputs: input of an engine that is not a language model: any msgpack value, numpy arrays and torch tensors
+            included.
         external_req_id: in the engine core, the user's `request_id`; for logs.
         client_index: index of the front end that sent it; stamped by the client.
         arrival_time: `time.time()` at which the front end got it; 0 lets the client stamp it.
@@ -308,7 +310,8 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 class Init(msgspec.Struct, array_like=True, tag="init"):
     """Answer to `Hello`: what to run and where to connect.
 
-    `identity` is the engine core's ZeroMQ identity on the input socket, `sys_path` the front end's module search path.
+    `identity` is the engine core's ZeroMQ identity on the input socket, `sys_path` the front end's module search path,
+    `arena` where the client's shared memory is, if it has any; the engine core answers in there.
     """
 
     engine: str
@@ -324,13 +327,19 @@ class Init(msgspec.Struct, array_like=True, tag="init"):
     high_water_mark: int
     max_message_bytes: int
     inline_bytes: int
+    shared_memory_bytes: int = 0
+    arena: ArenaAddress | None = None
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine is constructed, its sockets are connected."""
+    """The engine is constructed, its sockets are connected.
+
+    `typed_utilities` are those whose results need converting by the method's annotation.
+    """
 
     session_token: str
     info: EngineInfo
+    typed_utilities: list[str] = []
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

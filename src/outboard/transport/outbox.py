@@ -22,17 +22,28 @@ class Outbox:
     At its high-water mark a ROUTER refuses with EAGAIN, and its POLLOUT tells nothing of one peer; so what was refused
     is retried on a timer of 1 to 20 ms, and one stopped engine core delays no other.
 
+    Args:
+        socket: a bound ROUTER.
+        identity: the peer's.
+        call_later: calls a function after a delay in seconds, in this thread.
+        give_back: told of the body of each message that is not going to be sent, for the shared memory it refers to.
+
     Attributes:
         tracked: (tracker, frames) of messages with frames that ZeroMQ did not copy, oldest first.
         unreachable: whether ZeroMQ has no connection to the peer.
     """
 
     def __init__(
-        self, socket: ZmqSocket, identity: bytes, call_later: Callable[[float, Callable[[], None]], object]
+        self,
+        socket: ZmqSocket,
+        identity: bytes,
+        call_later: Callable[[float, Callable[[], None]], object],
+        give_back: Callable[[Buffer], None] = lambda body: None,
     ) -> None:
         self._socket = socket
         self._identity = identity
         self._call_later = call_later
+        self._give_back = give_back
         self._held: deque[tuple[int | None, Sequence[Buffer]]] = deque()
         self._delay = 0.0  # 0: no retry is due
         self.tracked: deque[tuple[zmq.MessageTracker, Sequence[Buffer]]] = deque()
@@ -56,9 +67,10 @@ class Outbox:
 
     def take_back(self, key: int) -> bool:
         """Removes a message that is still held here; False if it has been sent."""
-        for position, (held_key, _) in enumerate(self._held):
+        for position, (held_key, frames) in enumerate(self._held):
             if held_key == key:
                 del self._held[position]
+                self._give_back(frames[1])
                 return True
         return False
 

@@ -11,6 +11,7 @@ edge would sleep for ever.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -32,6 +33,7 @@ __all__ = [
     "bind_output",
     "make_context",
     "wait_for_peers",
+    "wait_readable",
 ]
 
 ZmqContext: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
@@ -129,11 +131,7 @@ class ControlServer:
 
     def wait(self, fds: Sequence[int], timeout: float) -> set[int]:
         """Waits until a message is there or one of `fds` is readable, at most `timeout` seconds; the readable `fds`."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        for fd in fds:
-            poller.register(fd, zmq.POLLIN)
-        return {ready for ready, _ in poller.poll(max(0, int(timeout * 1000))) if isinstance(ready, int)}
+        return wait_readable(self._socket, fds, timeout)
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """(sender, frames) of the next message; None if there is none."""
@@ -168,6 +166,17 @@ class ControlClient:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def wait_readable(socket: ZmqSocket, fds: Sequence[int], timeout: float | None) -> set[int]:
+    """Waits until a message is there or one of `fds` is readable, at most `timeout` seconds; the readable `fds`."""
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    for fd in fds:
+        poller.register(fd, zmq.POLLIN)
+    # Rounded up: poll() counts in milliseconds, and 0 would not wait at all.
+    milliseconds = None if timeout is None else max(0, math.ceil(timeout * 1000))
+    return {ready for ready, _ in poller.poll(milliseconds) if isinstance(ready, int)}
 
 
 def wait_for_peers(socket: ZmqSocket, identities: set[bytes], timeout: float) -> set[bytes]:

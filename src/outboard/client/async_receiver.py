@@ -1,0 +1,188 @@
+"""The asyncio client's side of a receiver: hooks, output sink, queue.
+
+Nothing in here refers to the client except weakly: the event loop holds the reader, the reader holds this, and the
+client can still be dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from outboard.client.pending import PendingTable
+from outboard.client.receiver import Receiver
+from outboard.errors import EngineDeadError
+from outboard.protocol.messages import EngineCoreOutputs, ErrorReport
+from outboard.protocol.shm import SlotReader
+
+__all__ = ["AsyncReceiver", "OutputSink"]
+
+logger = logging.getLogger("outboard.client")
+
+OutputSink = Callable[[EngineCoreOutputs | EngineDeadError], None]
+OutputHook = Callable[[Any, EngineCoreOutputs], Awaitable[None] | None]
+NotificationHook = Callable[[Any, Any], Awaitable[None]]
+
+
+class AsyncReceiver(Receiver):
+    """Hands messages through `process_engine_outputs` to the sink or the queue, all on the event loop.
+
+    Args:
+        client: held weakly; for its hooks.
+        outputs_queue: where messages go while there is no sink; `None` in it means that there will be no more.
+        pending, epoch, on_dead, give_up, reader: as `Receiver`.
+
+    Attributes:
+        reading: a future that owns the reader; cancelling it cancels reading. None until attached.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        outputs_queue: asyncio.Queue[EngineCoreOutputs | None],
+        pending: PendingTable,
+        epoch: int,
+        on_dead: Callable[[ErrorReport], None],
+        give_up: Callable[[], None],
+        reader: SlotReader | None = None,
+    ) -> None:
+        super().__init__(pending, epoch, on_dead, give_up, reader)
+        self._client = weakref.ref(client)
+        self._queue = outputs_queue
+        self._sink: Callable[[], OutputSink | None] | None = None
+        self._notification_hook: NotificationHook | None = _hook(client, "eep_process_engine_core_notification")
+        self._output_hook: OutputHook | None = _hook(client, "process_engine_outputs")
+        # A coroutine function as hook: messages wait here for the one task that awaits it for each.
+        self._hook_queue: asyncio.Queue[EngineCoreOutputs] | None = (
+            asyncio.Queue() if inspect.iscoroutinefunction(self._output_hook) else None
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.reading: asyncio.Future[None] | None = None
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Makes `reading`, and the task of an asynchronous hook if there is one."""
+        self.reading = loop.create_future()
+        self.reading.add_done_callback(self._on_reading_done)
+        if self._hook_queue is not None:
+            self._start_task(loop, self._run_hook(self._hook_queue))
+
+    def _on_reading_done(self, reading: asyncio.Future[None]) -> None:
+        if reading.cancelled():
+            self.fail(EngineDeadError("reading was cancelled: output_queue_task was"))
+
+    def detach(self) -> None:
+        """Cancels the tasks of hooks."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    def set_sink(self, sink: OutputSink | None) -> None:
+        """Gives every message to `sink` from now on, those that wait in the queue first; None: to the queue again."""
+        if sink is None:
+            self._sink = None
+            return
+        self._sink = weakref.WeakMethod(sink) if inspect.ismethod(sink) else lambda: sink
+        while not self._queue.empty():
+            message = self._queue.get_nowait()
+            if message is not None:
+                self._hand_on(message)
+        if self.failure is not None:
+            self._hand_on(self.failure.copy())
+
+    @property
+    def has_sink(self) -> bool:
+        return self._sink is not None
+
+    # --- what a receiver's subclass defines ---
+
+    @property
+    def _needs_ids(self) -> bool:
+        return self._sink is None
+
+    def _deliver(self, message: EngineCoreOutputs) -> None:
+        if self._output_hook is None:
+            self._hand_on(message)
+        elif self._hook_queue is not None:
+            self._hook_queue.put_nowait(message)
+        else:
+            try:
+                self._output_hook(self._client(), message)
+            except Exception as error:
+                self._hook_failed(error)
+            else:
+                self._hand_on(message)
+
+    def _deliver_end(self, cause: EngineDeadError) -> None:
+        self._hand_on(cause.copy())
+
+    def _can_tell(self) -> bool:
+        if self.reading is None:
+            return True
+        if self.reading.get_loop().is_closed():
+            return False  # nobody can wait any more, and a future of a closed loop cannot be set
+        if not self.reading.done():
+            self.reading.set_result(None)
+        return True
+
+    def _on_notification(self, payload: tuple[str, int]) -> bool:
+        client = self._client()
+        if self._notification_hook is None or client is None:
+            return False
+        self._start_task(asyncio.get_running_loop(), self._notify(self._notification_hook, client, payload))
+        return True
+
+    # --- inside ---
+
+    def _hand_on(self, message: EngineCoreOutputs | EngineDeadError) -> None:
+        if self._sink is not None:
+            sink = self._sink()
+            if sink is not None:
+                self._call_sink(sink, message)
+        else:
+            self._queue.put_nowait(message if isinstance(message, EngineCoreOutputs) else None)
+
+    def _call_sink(self, sink: OutputSink, message: EngineCoreOutputs | EngineDeadError) -> None:
+        try:
+            sink(message)
+        except Exception as error:
+            logger.exception("the output sink raised")
+            self.fail(_caused(f"the output sink raised {type(error).__name__}: {error}", error))
+
+    @staticmethod
+    async def _notify(hook: NotificationHook, client: Any, data: tuple[str, int]) -> None:
+        try:
+            await hook(client, data)
+        except Exception:
+            logger.exception("eep_process_engine_core_notification raised for %r", data)
+
+    async def _run_hook(self, queue: asyncio.Queue[EngineCoreOutputs]) -> None:
+        while self.failure is None:
+            message = await queue.get()
+            try:
+                await self._output_hook(self._client(), message)  # type: ignore[misc]
+            except Exception as error:
+                self._hook_failed(error)
+            else:
+                self._hand_on(message)
+
+    def _hook_failed(self, error: Exception) -> None:
+        self.fail(_caused(f"process_engine_outputs raised {type(error).__name__}: {error}", error))
+
+    def _start_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any) -> None:
+        task = loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _caused(reason: str, cause: Exception) -> EngineDeadError:
+    error = EngineDeadError(reason)
+    error.__cause__ = cause
+    return error
+
+
+def _hook(client: Any, name: str) -> Any:
+    """A hook of the client's class: a function of (client, data), be it a staticmethod or not. None: not defined."""
+    return getattr(type(client), name, None)

@@ -1,0 +1,123 @@
+"""What a client says to its engine core. Knows neither threads nor event loops: all kinds of client share it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outboard.client.pending import CallFuture, PendingTable
+from outboard.errors import InvalidRequestError, UtilityError
+from outboard.protocol.codec import MsgpackEncoder
+from outboard.protocol.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    UtilityCall,
+)
+from outboard.protocol.tensors import Buffer
+
+__all__ = ["Sender"]
+
+Post = Callable[[Sequence[Buffer], int | None], None]
+
+_UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
+
+
+class Sender:
+    """Enters requests and calls into the pending table, encodes and posts them.
+
+    Args:
+        epoch: of this client and its engine core.
+        client_index: stamped on every request.
+        pending: what waits.
+        encoder: for all messages.
+        post: sends frames, or holds them; the second argument names a request for `take_back`.
+        take_back: removes a request that has not been sent; False if it has.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        client_index: int,
+        pending: PendingTable,
+        encoder: MsgpackEncoder,
+        post: Post,
+        take_back: Callable[[int], bool],
+    ) -> None:
+        self._epoch = epoch
+        self._client_index = client_index
+        self._pending = pending
+        self._encoder = encoder
+        self._post = post
+        self._take_back = take_back
+
+    def add_request(self, request: EngineCoreRequest) -> int:
+        """Sends a request; its handle. Stamps `client_index` and, where it is 0, `arrival_time`.
+
+        Raises:
+            DuplicateRequestError: a request with this id is in flight.
+            InvalidRequestError: a token id is no 32-bit int, or something in it cannot be sent.
+        """
+        request.client_index = self._client_index
+        request.arrival_time = request.arrival_time or time.time()
+        handle = self._pending.add_request(request.request_id)
+        try:
+            frames = self._encoder.encode(
+                AddRequest(
+                    self._epoch,
+                    handle,
+                    request.request_id,
+                    _pack_token_ids(request.prompt_token_ids),
+                    request.sampling_params,
+                    request.inputs,
+                    request.client_index,
+                    request.arrival_time,
+                )
+            )
+        except _UNSENDABLE as error:
+            self._pending.end_request(handle)
+            raise InvalidRequestError(f"request {request.request_id!r} cannot be sent: {error}") from error
+        self._post([EngineCoreRequestType.ADD.value, *frames], handle)
+        return handle
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Aborts requests by the user's ids; unknown ones are no error."""
+        handles = self._pending.handles
+        self.abort([handles[request_id] for request_id in request_ids if request_id in handles])
+
+    def abort(self, handles: Sequence[int]) -> None:
+        """Aborts requests by handle; unknown ones are no error."""
+        known = [handle for handle in handles if self._pending.end_request(handle) is not None]
+        # One that has not been sent is taken back; the abort of any other follows it.
+        sent = [handle for handle in known if not self._take_back(handle)]
+        if sent:
+            self.send(EngineCoreRequestType.ABORT, AbortRequests(self._epoch, sent))
+
+    def call(self, future: CallFuture, method: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> int:
+        """Calls a utility method; the call id, under which `future` waits.
+
+        Raises:
+            UtilityError: an argument cannot be sent; nothing waits then.
+        """
+        call_id = self._pending.add_call(future)
+        try:
+            self.send(
+                EngineCoreRequestType.UTILITY, UtilityCall(self._epoch, call_id, method, list(args), kwargs or {})
+            )
+        except _UNSENDABLE as error:
+            self._pending.end_call(call_id)
+            raise UtilityError(f"the arguments of {method!r} cannot be sent: {error}") from error
+        return call_id
+
+    def send(self, request_type: EngineCoreRequestType, message: Any) -> None:
+        """Sends any message."""
+        self._post([request_type.value, *self._encoder.encode(message)], None)
+
+
+def _pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    if isinstance(token_ids, array) and token_ids.typecode == "i":
+        return token_ids.tobytes()
+    return array("i", token_ids).tobytes()
