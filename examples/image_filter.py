@@ -27,8 +27,8 @@ class ImageFilter(EngineCore):
     """
 
     def __init__(self, scales: int = 6, max_num_seqs: int = 4) -> None:
-        if scales < 1 or max_num_seqs < 1:
-            raise EngineOptionError("scales and max_num_seqs must be at least 1")
+        if not 1 <= scales <= 12 or max_num_seqs < 1:
+            raise EngineOptionError("scales must be 1 to 12, and max_num_seqs at least 1")
         self.scales, self.max_num_seqs = scales, max_num_seqs
         self.waiting: dict[str, NDArray[Any]] = {}
         self.running: dict[str, Refinement] = {}
@@ -64,9 +64,8 @@ class Refinement:
 
     def __init__(self, image: NDArray[Any], scales: int) -> None:
         self.shape, self.dtype = image.shape, image.dtype
-        unit = 1 << scales
         average: Image = image / np.float32(255 if image.dtype == np.uint8 else 1)
-        average = np.pad(average, [(0, -size % unit) for size in image.shape], mode="symmetric")
+        average = np.pad(average, [(0, -size % (1 << scales)) for size in image.shape], mode="symmetric")
         self.details: list[tuple[Image, Image, Image]] = []
         for _ in range(scales):
             a, b, c, d = average[::2, ::2], average[::2, 1::2], average[1::2, ::2], average[1::2, 1::2]
@@ -84,8 +83,7 @@ class Refinement:
             finer[::2, ::2], finer[::2, 1::2] = self.average + h + v + d, self.average - h + v - d
             finer[1::2, ::2], finer[1::2, 1::2] = self.average + h - v - d, self.average - h - v + d
             self.average = finer
-        self.started = True
-        size = 1 << len(self.details)
+        self.started, size = True, 1 << len(self.details)
         whole = self.average.repeat(size, 0).repeat(size, 1)[: self.shape[0], : self.shape[1]]
         return (whole * 255).clip(0, 255).round().astype(np.uint8) if self.dtype == np.uint8 else whole.copy()
 

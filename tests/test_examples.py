@@ -98,7 +98,8 @@ def test_what_is_no_image_is_refused(image_filter: ModuleType, inputs: Any) -> N
 
 
 def test_options_of_the_image_filter(image_filter: ModuleType) -> None:
-    with pytest.raises(EngineOptionError, match="at least 1"):
-        image_filter.ImageFilter(scales=0)
+    for scales in (0, 13):
+        with pytest.raises(EngineOptionError, match="1 to 12"):
+            image_filter.ImageFilter(scales=scales)
     with pytest.raises(EngineOptionError, match="at least 1"):
         image_filter.ImageFilter(max_num_seqs=0)

@@ -9,6 +9,7 @@ import outboard
 from outboard import errors
 
 NAMES = {
+    "LLM",
     "AsyncLLM",
     "AsyncMPClient",
     "CompletionOutput",

@@ -10,6 +10,7 @@ from outboard.engine.core import EngineCore, OutputBatch, Tokenizer, utility
 from outboard.errors import *  # noqa: F403
 from outboard.errors import __all__ as _error_names
 from outboard.frontend.llm import AsyncLLM
+from outboard.frontend.offline import LLM
 from outboard.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outboard.frontend.stream import RequestStream
 from outboard.protocol.messages import (
@@ -22,6 +23,7 @@ from outboard.protocol.messages import (
 from outboard.protocol.sampling import SamplingParams
 
 __all__ = [
+    "LLM",
     "AsyncLLM",
     "AsyncMPClient",
     "CompletionOutput",

@@ -502,7 +502,25 @@ class ShutdownAfterAnIdleStepOnly(Good):
 
 
 class ManyUtilities(Good):
-    """Keeps the contract, with utilities of every allowed kind."""
+    """Keeps the contract, with utilities of every allowed kind, and with every control."""
+
+    awake = True
+
+    @utility
+    def sleep(self, level: int = 1) -> None:
+        self.awake = False
+
+    @utility
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.awake = True
+
+    @utility
+    def is_sleeping(self) -> bool:
+        return not self.awake
+
+    @utility
+    def reset_prefix_cache(self) -> bool:
+        return True
 
     @utility
     def plain(self, count: int, *rest: str, flag: bool = False) -> dict[str, int]:
@@ -515,6 +533,37 @@ class ManyUtilities(Good):
     @utility
     def bare(self, anything):  # type: ignore[no-untyped-def]
         return anything
+
+
+class SleepsUnnoticed(ManyUtilities):
+    @utility
+    def is_sleeping(self) -> bool:
+        return False
+
+
+class NeverWakes(ManyUtilities):
+    @utility
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        pass
+
+
+class WakesWithNoPlaces(ManyUtilities):
+    @utility
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        self.places = 0  # type: ignore[misc]
+
+
+class CannotReset(Good):
+    @utility
+    def reset_prefix_cache(self) -> bool:
+        raise NotImplementedError
+
+
+class ResetsSilently(Good):
+    @utility
+    def reset_prefix_cache(self) -> bool:
+        return None  # type: ignore[return-value]
 
 
 # --- the tokenizer ---

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from outboard import AsyncMPClient, EngineConfig, EngineDeadError, EngineStartupError, SamplingParams
+from outboard import AsyncMPClient, EngineConfig, EngineDeadError, EngineStartupError, SamplingParams, UtilityError
 from outboard.engine.loader import bind_options, load_engine_class
 from outboard.protocol.codec import MsgpackEncoder
 from outboard.testing import EngineHarness, FaultyEngine
@@ -135,6 +135,8 @@ def test_utilities_that_do_not_end_the_engine() -> None:
     assert time.monotonic() - before >= 0.05
     with pytest.raises(RuntimeError, match="boom"):
         harness.call("die", "exception")
+    with pytest.raises(UtilityError, match="boredom"):
+        harness.call("die", "boredom")
 
 
 def test_flood_and_garbage_go_to_the_open_requests() -> None:

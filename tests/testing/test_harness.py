@@ -16,6 +16,7 @@ from outboard import (
     OutputBatch,
     SamplingParams,
     SchedulerStats,
+    UtilityError,
     UtilityNotFoundError,
     utility,
 )
@@ -190,6 +191,8 @@ def test_an_exception_of_a_step_passes_through() -> None:
 def test_utilities() -> None:
     harness = EngineHarness(Scripted())
     assert harness.call("double", 4, plus=1) == 9
+    with pytest.raises(UtilityError, match="argument 'number' of 'double' does not fit int"):
+        harness.call("double", "4")
     assert isinstance(harness.call("later"), Future)
     for name in ("hidden", "nothing"):
         with pytest.raises(UtilityNotFoundError, match=rf"{name}.*double.*later"):

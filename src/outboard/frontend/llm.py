@@ -7,23 +7,19 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
 
-import msgspec
-
 from outboard.client.async_mp import AsyncMPClient
 from outboard.config import EngineConfig
+from outboard.engine.controls import PauseMode
 from outboard.engine.core import Tokenizer
-from outboard.engine.loader import load_engine_class
-from outboard.engines.registry import resolve_engine
-from outboard.errors import ClientClosedError, ConfigError, DuplicateRequestError
-from outboard.frontend.dispatcher import Dispatcher
-from outboard.frontend.prompt import Prompt, PromptProcessor
+from outboard.errors import ClientClosedError, ConfigError
+from outboard.frontend.prompt import Prompt
+from outboard.frontend.running import RunningEngine
 from outboard.frontend.slot import OnOutput, Slot
 from outboard.frontend.stream import RequestStream
-from outboard.frontend.text import TextState
-from outboard.protocol.messages import EngineCoreRequest, EngineInfo
+from outboard.protocol.messages import EngineInfo
 from outboard.protocol.sampling import SamplingParams
 
-__all__ = ["AsyncLLM"]
+__all__ = ["AsyncLLM", "EngineLike"]
 
 EngineLike: TypeAlias = "EngineConfig | str | type[Any]"
 
@@ -50,7 +46,7 @@ class AsyncLLM:
         else:
             self.config = EngineConfig(engine=engine, options=options or {})
         self._start_lock = asyncio.Lock()
-        self._running: _Running | None = None
+        self._running: RunningEngine | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -72,7 +68,7 @@ class AsyncLLM:
             if self._closed:
                 raise ClientClosedError("this AsyncLLM was shut down; build another one", phase="stopping")
             if self._running is None:
-                self._running = await _Running.launch(self.config)
+                self._running = await RunningEngine.launch(self.config)
 
     async def shutdown(self, timeout: float | None = None) -> None:
         """Stops the engine core and frees everything. Idempotent; does not block the loop.
@@ -171,6 +167,86 @@ class AsyncLLM:
         """The engine's tokenizer; None if it has none, or nothing has been started."""
         return self._running.tokenizer if self._running is not None else None
 
+    # --- utility calls and controls ---
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a `@utility` method on every worker of the engine; one result a worker.
+
+        Args, raises: as `AsyncMPClient.call_utility_async`.
+        """
+        await self.start()
+        return await self.client.collective_rpc_async(method, timeout, args, kwargs)
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+        """Has new requests wait, from now on until `resume_generation`.
+
+        Args:
+            mode: what becomes of those that run: "abort" ends them; "wait" lets them end, which this call waits for;
+                "keep" freezes them until generation resumes.
+        """
+        await self._utility("pause_generation", mode)
+
+    async def resume_generation(self) -> None:
+        """Ends a pause. Without one it does nothing. Raises `UtilityError` if the engine sleeps."""
+        await self._utility("resume_generation")
+
+    async def is_paused(self) -> bool:
+        """Whether new requests wait."""
+        return bool(await self._utility("is_paused"))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Aborts what runs, has new requests wait, and has the engine give memory back.
+
+        Args:
+            level: 1: weights may be kept elsewhere; 2: they may be dropped.
+
+        Raises:
+            UnsupportedError: the engine cannot; nothing has changed.
+        """
+        await self._utility("sleep", level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wakes the engine; generation resumes once all of it is awake.
+
+        Args:
+            tags: what to wake, such as "weights" or "kv_cache"; None: all.
+        """
+        await self._utility("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, in part or whole."""
+        return bool(await self._utility("is_sleeping"))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache; whether it did. Raises `UnsupportedError` where there is none."""
+        return bool(await self._utility("reset_prefix_cache"))
+
+    async def start_profile(self, path: str | None = None) -> str:
+        """Starts cProfile in the engine core; the file that `stop_profile` will write.
+
+        Args:
+            path: that file, on the engine core's host; default: one in its directory for temporary files.
+        """
+        return str(await self._utility("start_profile", path))
+
+    async def stop_profile(self) -> str:
+        """Stops the profile and writes it, for `pstats`; the file's path."""
+        return str(await self._utility("stop_profile"))
+
+    async def get_stats(self) -> dict[str, Any]:
+        """Load and state: waiting, running, kv_cache_usage, requests, held, paused, sleeping, pid."""
+        return dict(await self._utility("get_stats"))
+
+    async def _utility(self, method: str, *args: Any) -> Any:
+        await self.start()
+        return await self.client.call_utility_async(method, *args)
+
     def _stream(
         self,
         prompt: Prompt,
@@ -195,72 +271,3 @@ class AsyncLLM:
         """Ends the completions that have not ended."""
         if self._running is not None:
             self._running.dispatcher.abort(slots)
-
-
-class _Running:
-    """What there is once the engine core is ready."""
-
-    def __init__(self, client: AsyncMPClient, tokenizer: Tokenizer | None) -> None:
-        self.client = client
-        self.tokenizer = tokenizer
-        self._prompts = PromptProcessor(tokenizer, client.engine_info)
-        self.dispatcher = Dispatcher(
-            asyncio.get_running_loop(),
-            client.abort_handles,
-            tokenizer,
-            client.config.transport.stream_buffer_bytes,
-        )
-        client.set_output_sink(self.dispatcher.on_message)
-
-    @classmethod
-    async def launch(cls, config: EngineConfig) -> _Running:
-        client = await AsyncMPClient.launch(config)
-        try:
-            return cls(client, await asyncio.to_thread(_make_tokenizer, config))
-        except BaseException:
-            await asyncio.shield(asyncio.to_thread(client.shutdown, 0))
-            raise
-
-    async def submit(self, stream: RequestStream) -> None:
-        params = stream.params
-        token_ids = await self._prompts.process(stream.asked, params, stream.inputs)
-        # From here on nothing suspends: either all completions are sent and known, or none.
-        if stream.request_id in self.dispatcher.requests:
-            raise DuplicateRequestError(f"a request with id {stream.request_id!r} is in flight already")
-        stream.prompt_token_ids = list(token_ids)
-        stream.state.metrics.num_prompt_tokens = len(token_ids)
-        detokenize = params.detokenize and self.tokenizer is not None
-        for index in range(params.n):
-            request = EngineCoreRequest(
-                request_id=stream.request_id if params.n == 1 else f"{index}_{stream.request_id}",
-                prompt_token_ids=token_ids,
-                sampling_params=_for_completion(params, index),
-                inputs=stream.inputs,
-                arrival_time=stream.state.metrics.arrival_time,
-            )
-            try:
-                handle = self.client.add_request(request)
-            except BaseException:
-                self.dispatcher.abort(stream.state.slots)
-                stream.state.slots.clear()
-                raise
-            slot = Slot(stream.state, index, TextState(params, token_ids) if detokenize else None)
-            self.dispatcher.add(slot, handle)
-
-    def abort_requests(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            request = self.dispatcher.requests.get(request_id)
-            if request is not None:
-                self.dispatcher.abort(request.slots)
-
-
-def _for_completion(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of one of `n` completions: seeds differ, or all would be the same."""
-    if params.n == 1:
-        return params
-    seed = None if params.seed is None else params.seed + index
-    return msgspec.structs.replace(params, n=1, seed=seed)
-
-
-def _make_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    return load_engine_class(resolve_engine(config.engine)).tokenizer(config.options)

@@ -153,7 +153,7 @@ class RequestStream:
     def take(self) -> RequestOutput | None:
         """What there is to be read; None if there is nothing yet."""
         state = self.state
-        if self._final_only and state.unfinished:
+        if self._final_only and (state.unfinished or state.failure is not None):
             return None
         outputs = [self._take_slot(slot) for slot in self._slots if slot.token_ids is not None]
         if not outputs:

@@ -11,6 +11,7 @@ never imported here: who has a tensor has imported it.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -48,13 +49,15 @@ Buffer = bytes | bytearray | memoryview
 _header = msgspec.msgpack.Encoder()
 _read_header = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], bytes | int | SlotRef])
 
+# `numpy.dtype.str` of numbers, times and text: byte order, kind, size, and the unit of times.
+_DTYPE = re.compile(r"[<>|][biufcmMSUV][0-9]+(\[[0-9]*[A-Za-z]+\])?")
+
 # What malformed headers and buffers make msgspec, numpy and torch raise.
 _MALFORMED = (
     msgspec.MsgspecError,
     IndexError,
     TypeError,
     ValueError,
-    SyntaxError,
     RecursionError,
     MemoryError,
     OverflowError,
@@ -197,9 +200,8 @@ def unpack_array(payload: memoryview, inlet: Inlet) -> np.ndarray[Any, Any]:
 
     try:
         name, shape, data = _read_header.decode(payload)
-        dtype = np.dtype(name)
         # Only what `pack_array` writes: numpy also reads Python from a dtype's name, and counts from the end.
-        if dtype.str != name or dtype.hasobject or min(shape, default=0) < 0:
+        if not _DTYPE.fullmatch(name) or (dtype := np.dtype(name)).str != name or min(shape, default=0) < 0:
             raise ValueError(f"no array has dtype {name!r} and shape {shape}")
         buffer = memoryview(inlet.buffer(data, math.prod(shape) * dtype.itemsize)).toreadonly()
         return (np.frombuffer(buffer, dtype) if buffer.nbytes else _read_only(np.empty(0, dtype))).reshape(shape)

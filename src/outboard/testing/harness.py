@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outboard.engine.core import EngineCore, utility_methods
+from outboard.engine.calls import convert_arguments
+from outboard.engine.core import EngineCore, no_such_utility, utility_methods
 from outboard.errors import InvalidRequestError, UtilityNotFoundError
 from outboard.protocol.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from outboard.protocol.sampling import FinishReason, SamplingParams
@@ -194,17 +195,20 @@ class EngineHarness:
         return self.requests
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls an `@utility` method, as a client would. A `Future` is returned as it is: step on, then ask it.
+        """Calls an `@utility` method of the engine, its arguments converted by its annotations as in a process.
+
+        What the busy loop itself answers (`pause_generation` and the like) is not here. A `Future` is returned as it
+        is: step on, then ask it.
 
         Raises:
             UtilityNotFoundError: there is no such method, or it is not marked.
+            UtilityError: an argument does not fit its annotation.
         """
         if method not in self._utilities:
-            there = ", ".join(sorted(self._utilities)) or "none"
-            raise UtilityNotFoundError(
-                f"{type(self.engine).__name__} has no utility method {method!r}; it has: {there}"
-            )
-        return getattr(self.engine, method)(*args, **kwargs)
+            raise UtilityNotFoundError(no_such_utility(self.engine, method))
+        function = getattr(self.engine, method)
+        args_, kwargs = convert_arguments(function, list(args), kwargs)
+        return function(*args_, **kwargs)
 
     def stats(self) -> SchedulerStats:
         """The engine's load; if it does not tell, the open requests count as running, as in a process."""

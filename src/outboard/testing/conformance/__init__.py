@@ -9,6 +9,7 @@ class TestMyEngine(EngineConformance):
 
 from outboard.testing.conformance.aborts import AbortChecks
 from outboard.testing.conformance.batching import BatchingChecks
+from outboard.testing.conformance.controls import ControlChecks
 from outboard.testing.conformance.life import LifeChecks
 from outboard.testing.conformance.refusals import RefusalChecks
 from outboard.testing.conformance.sampling import SamplingChecks
@@ -19,7 +20,14 @@ __all__ = ["EngineConformance"]
 
 
 class EngineConformance(
-    LifeChecks, SamplingChecks, BatchingChecks, AbortChecks, RefusalChecks, SurfaceChecks, TokenizerChecks
+    LifeChecks,
+    SamplingChecks,
+    BatchingChecks,
+    AbortChecks,
+    RefusalChecks,
+    SurfaceChecks,
+    ControlChecks,
+    TokenizerChecks,
 ):
     """Subclass it under a name that pytest collects, and define `make_engine`; see `Suite` for what else to override.
 
