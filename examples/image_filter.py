@@ -48,8 +48,7 @@ class ImageFilter(EngineCore):
         return bool(self.waiting or self.running)
 
     def step(self, outputs: OutputBatch) -> None:
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request_id = next(iter(self.waiting))
+        for request_id in list(self.waiting)[: self.max_num_seqs - len(self.running)]:
             self.running[request_id] = Refinement(self.waiting.pop(request_id), self.scales)
             outputs.scheduled(request_id)
         for request_id, refinement in list(self.running.items()):
@@ -113,8 +112,7 @@ async def main() -> None:
             image = output.outputs[0].result
             print(f"refined: {psnr(clean, image):.2f} dB", flush=True)
     if out is not None:
-        data = (image * 255).clip(0, 255).round().astype(np.uint8)
-        out.write_bytes(b"P5 %d %d 255\n" % data.shape[::-1] + data.tobytes())
+        out.write_bytes(b"P5 %d %d 255\n" % image.shape[::-1] + (image * 255).clip(0, 255).astype(np.uint8).tobytes())
 
 
 if __name__ == "__main__":
