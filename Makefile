@@ -11,7 +11,7 @@ demo: .venv/demo
 
 ## Install, lint, type-check, run all tests.
 test: .venv/dev lint
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report=term
 
 lint: .venv/dev
 	$(BIN)/ruff format --check .

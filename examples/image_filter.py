@@ -1,7 +1,4 @@
-"""An engine that is not a language model: it removes noise from an image and streams ever finer versions of it.
-
-python examples/image_filter.py --out denoised.pgm
-"""
+"""An engine that is no language model: it takes the noise off an image, coarse to fine. Try `--out denoised.pgm`."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outboard import AsyncLLM, EngineCore, EngineCoreRequest, EngineOptionError, InvalidRequestError, OutputBatch
+from outboard import AsyncLLM, ConfigError, EngineCore, EngineCoreRequest, EngineInfo, InvalidRequestError, OutputBatch
 
 Image = NDArray[np.floating[Any]]
 
@@ -28,7 +25,7 @@ class ImageFilter(EngineCore):
 
     def __init__(self, scales: int = 6, max_num_seqs: int = 4) -> None:
         if not 1 <= scales <= 12 or max_num_seqs < 1:
-            raise EngineOptionError("scales must be 1 to 12, and max_num_seqs at least 1")
+            raise ConfigError("scales must be 1 to 12, and max_num_seqs at least 1")
         self.scales, self.max_num_seqs = scales, max_num_seqs
         self.waiting: dict[str, NDArray[Any]] = {}
         self.running: dict[str, Refinement] = {}
@@ -57,6 +54,9 @@ class ImageFilter(EngineCore):
             if not refinement.details:
                 del self.running[request_id]
 
+    def info(self) -> EngineInfo:
+        return EngineInfo(max_num_seqs=self.max_num_seqs, model="image-filter")
+
 
 class Refinement:
     """One image on its way: what is known so far, and the details to add, the coarsest last."""
@@ -84,7 +84,7 @@ class Refinement:
             self.average = finer
         self.started, size = True, 1 << len(self.details)
         whole = self.average.repeat(size, 0).repeat(size, 1)[: self.shape[0], : self.shape[1]]
-        return (whole * 255).clip(0, 255).round().astype(np.uint8) if self.dtype == np.uint8 else whole.copy()
+        return (whole * 255).clip(0, 255).round().astype(np.uint8) if self.dtype == np.uint8 else whole
 
 
 def picture(height: int = 400, width: int = 500, seed: int = 0) -> tuple[Image, Image]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outboard import AsyncLLM, EngineOptionError, RequestOutput
+from outboard import AsyncLLM, ConfigError, RequestOutput
 from outboard.testing import EngineHarness
 from support import Run
 
@@ -73,6 +73,15 @@ def test_several_images_at_once(image_filter: ModuleType, nothing_left: None, ru
     run(main())
 
 
+def test_images_wait_for_a_place(image_filter: ModuleType) -> None:
+    harness = EngineHarness(image_filter.ImageFilter(scales=2, max_num_seqs=2))
+    names = [harness.add(inputs={"image": np.ones((8, 8), "f4")}) for _ in range(5)]
+    harness.run_until_idle()
+    assert [(harness[name].first_step, harness[name].last_step) for name in names] == [(1, 3)] * 2 + [(4, 6)] * 2 + [
+        (7, 9)
+    ]
+
+
 @pytest.mark.parametrize("dtype", ["f4", "u1"])
 def test_a_clean_image_comes_back(image_filter: ModuleType, dtype: str) -> None:
     image = np.zeros((50, 70), dtype)
@@ -99,7 +108,7 @@ def test_what_is_no_image_is_refused(image_filter: ModuleType, inputs: Any) -> N
 
 def test_options_of_the_image_filter(image_filter: ModuleType) -> None:
     for scales in (0, 13):
-        with pytest.raises(EngineOptionError, match="1 to 12"):
+        with pytest.raises(ConfigError, match="1 to 12"):
             image_filter.ImageFilter(scales=scales)
-    with pytest.raises(EngineOptionError, match="at least 1"):
+    with pytest.raises(ConfigError, match="at least 1"):
         image_filter.ImageFilter(max_num_seqs=0)

@@ -11,6 +11,10 @@ from outboard.errors import ConfigError
 __all__ = ["EngineConfig", "FaultConfig", "TransportConfig"]
 
 
+# Seconds; what the system's timers count in milliseconds of 32 bits ends soon after.
+_LONGEST = 1_000_000
+
+
 class FaultConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long to wait for an engine core before it is given up. All times in seconds.
 
@@ -24,8 +28,8 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         for name in ("startup_timeout", "shutdown_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be a positive number of seconds, not {getattr(self, name)!r}")
+            if not 0 < getattr(self, name) <= _LONGEST:
+                raise ConfigError(f"{name} must be above 0 and at most {_LONGEST} s, not {getattr(self, name)!r}")
 
 
 class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

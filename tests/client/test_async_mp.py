@@ -7,6 +7,7 @@ import concurrent.futures
 import gc
 import logging
 import os
+import random
 import signal
 import threading
 import time
@@ -842,3 +843,53 @@ def test_50_starts_and_stops_leave_nothing() -> None:
     for _ in range(50):
         client = AsyncMPClient("echo")
         client.shutdown()
+
+
+# --- many times ------------------------------------------------------------------------------------------------------
+
+
+def test_10000_random_cancellations_leave_nothing(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(client: AsyncMPClient) -> None:
+        rng = random.Random(11)
+
+        async def one(i: int) -> None:
+            task: asyncio.Task[Any] = asyncio.ensure_future(
+                client.call_utility_async("is_paused")
+                if rng.random() < 0.5
+                else client.add_request_async(request(f"r{i}", max_tokens=5))
+            )
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        for start in range(0, 10_000, 100):
+            await asyncio.gather(*(one(i) for i in range(start, start + 100)))
+        while client.stats()["requests"]:
+            await asyncio.wait_for(client.get_output_async(), 5)
+        assert await client.call_utility_async("is_paused", timeout=5) is False
+        assert not client.utility_results
+        assert not client._pending.request_ids
+        assert not client._pending.handles
+        assert client.stats()["dropped"] == {}
+
+    on_client(run, body)
+    gc.collect()
+    assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
+
+
+def test_an_id_reused_10000_times_right_after_its_abort(run: Run) -> None:
+    async def body(client: AsyncMPClient) -> None:
+        for i in range(10_000):
+            await client.add_request_async(request(prompt=(i % 256,) * 3))
+            if i % 7 == 0:
+                await asyncio.sleep(0)
+            if i == 9_999:
+                break
+            await client.abort_requests_async(["r"])
+            while not client.outputs_queue.empty():
+                client.outputs_queue.get_nowait()
+        assert (await collect(client, "r"))["r"] == [9_999 % 256] * 3
+        assert client.stats()["requests"] == 0
+
+    on_client(run, body)

@@ -21,7 +21,7 @@ from outboard import (
 )
 from outboard.engines.models import resolve_model
 
-pytestmark = [pytest.mark.openvino, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.openvino, pytest.mark.xdist_group("openvino"), pytest.mark.timeout(180)]
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 

@@ -19,7 +19,7 @@ from outboard.errors import ConfigError, InvalidRequestError, ModelFileError, Pr
 from outboard.protocol.messages import EngineCoreRequest, SchedulerStats
 from outboard.protocol.sampling import SamplingParams
 
-pytestmark = pytest.mark.openvino
+pytestmark = [pytest.mark.openvino, pytest.mark.xdist_group("openvino")]
 
 MAX_STEPS = 2000
 FRANCE, PARIS = [504, 3575, 282, 4649, 314], 7042  # "The capital of France is", " Paris"

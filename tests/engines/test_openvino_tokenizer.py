@@ -14,7 +14,7 @@ from outboard.engines.openvino import OpenVINOEngine
 from outboard.engines.openvino_tokenizer import OpenVINOTokenizer
 from outboard.errors import PromptTooLongError
 
-pytestmark = pytest.mark.openvino
+pytestmark = [pytest.mark.openvino, pytest.mark.xdist_group("openvino")]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outboard.engine.incoming import Incoming
+from outboard.engine.process import _Port
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
 from outboard.protocol.extents import Extents
@@ -311,6 +312,33 @@ def test_a_message_that_is_not_sent_is_given_back(pair: tuple[SlotPool, SlotRead
     assert pair[0].held == 3
     encoder.give_back(body)
     assert pair[0].held == 1
+
+
+def test_an_output_that_is_refused_and_encoded_again_holds_one_slot(pair: tuple[SlotPool, SlotReader]) -> None:
+    class Sender:
+        taken = False
+
+        def writable(self) -> bool:
+            return self.taken
+
+        def send(self, frames: Any) -> bool:
+            return self.taken
+
+    sender: Any = Sender()
+    port = _Port(sender, codecs(*pair)[0], 20_000)
+    message: Any = np.zeros(1000)
+    for _ in range(5):
+        assert not port.send(port.encode(message))
+        assert pair[0].held == 1
+    sender.taken = True
+    for held in range(1, 4):
+        assert port.send(port.encode(message))
+        assert pair[0].held == held
+    port.encode(message)  # only to see whether it can be sent
+    with pytest.raises(ValueError, match="max_message_bytes"):
+        port.encode([message, b"x" * 20_000])
+    assert port.send(port.encode(message))
+    assert pair[0].held == 4
 
 
 def test_undecodable_messages_free_their_slots(pair: tuple[SlotPool, SlotReader]) -> None:

@@ -293,6 +293,26 @@ class AbortTakesOthersAlong(Good):
         self.running.clear()
 
 
+class AbortFailsOthers(Good):
+    aborted = False
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        super().abort_requests(request_ids)
+        self.aborted = True
+
+    def produce(self, request_id: str, request: EngineCoreRequest, outputs: OutputBatch) -> None:
+        if self.aborted:
+            outputs.add(request_id, finish_reason="error", error="lost")
+            self.forget(request_id)
+        else:
+            super().produce(request_id, request, outputs)
+
+
+class NumpyStats(Good):
+    def scheduler_stats(self) -> SchedulerStats:
+        return SchedulerStats(np.int64(len(self.waiting)), len(self.running))  # type: ignore[arg-type]
+
+
 class FailsBeyondPlaces(Good):
     def admit(self, outputs: OutputBatch) -> None:
         super().admit(outputs)
@@ -467,6 +487,24 @@ class InfoOfNoLength(Good):
         return EngineInfo(max_model_len=0)
 
 
+class InfoAsADict(Good):
+    def info(self) -> EngineInfo:
+        return {"vocab_size": VOCAB}  # type: ignore[return-value]
+
+
+class InfoWithoutAName(Good):
+    def info(self) -> EngineInfo:
+        return EngineInfo(model=None)  # type: ignore[arg-type]
+
+
+class ChangingInfo(Good):
+    asked = 0
+
+    def info(self) -> EngineInfo:
+        self.asked += 1
+        return EngineInfo(extra={"asked": self.asked})
+
+
 class UnsendableInfo(Good):
     def info(self) -> EngineInfo:
         return EngineInfo(extra={"engine": self})
@@ -577,6 +615,32 @@ class LossyTokenizer(ByteTokenizer):
 class MixingTokenizer(ByteTokenizer):
     def decode(self, token_ids: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
         return super().decode(token_ids)[::-1]
+
+
+class NeedsASequenceTokenizer(ByteTokenizer):
+    def decode(self, token_ids: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
+        return super().decode(token_ids) or [""]
+
+
+class NeedsATokenTokenizer(ByteTokenizer):
+    def decode(self, token_ids: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
+        return super().decode([sequence for sequence in token_ids if sequence])
+
+
+class ShiftedTokenizer(ByteTokenizer):
+    def encode(self, text: str) -> list[int]:
+        return [token + 200 for token in super().encode(text)]
+
+
+class NoLengthTokenizer(ByteTokenizer):
+    max_token_chars = 0
+
+
+class WordTokenizer(ByteTokenizer):
+    """A token is a word, whatever it says."""
+
+    def encode(self, text: str) -> list[int]:
+        return [1] * len(text.split())
 
 
 class NumpyTokenizer(ByteTokenizer):

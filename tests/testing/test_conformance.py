@@ -65,6 +65,7 @@ class TestImageFilter(EngineConformance):
 
 
 @pytest.mark.openvino
+@pytest.mark.xdist_group("openvino")
 @pytest.mark.timeout(180)
 class TestOpenVINO(EngineConformance):
     most_requests: ClassVar[int] = 12

@@ -27,8 +27,9 @@ CASES: list[tuple[Callable[[], EngineCore], str, str]] = [
     (broken.FailsAll, "a_request_ends", "out of order"),
     (broken.EndsTwice, "nothing_comes_after_the_end", "3 outputs for request-0, request-1, request-2"),
     (broken.SpeaksAfterAborts, "nothing_comes_after_an_abort", "for request-0, request-1"),
-    (broken.SchedulesLate, "queue_time_is_told_once_at_most", "it came after"),
+    (broken.SchedulesLate, "queue_time_is_told_before_the_first_output", "it came after"),
     (broken.ReusesItsBuffer, "outputs_can_be_sent_and_do_not_change", "changed after it was handed over"),
+    (broken.NeverEnds, "outputs_can_be_sent_and_do_not_change", "not after 200 steps"),
     (broken.UnsendableResult, "outputs_can_be_sent_and_do_not_change", "builtins.object cannot be sent"),
     (broken.OneTooMany, "max_tokens_is_the_limit", "gets no more tokens. Seen: 2"),
     (broken.OneTooFew, "max_tokens_is_the_limit", "exactly so many tokens. Seen: 1"),
@@ -37,7 +38,7 @@ CASES: list[tuple[Callable[[], EngineCore], str, str]] = [
     (broken.IgnoresStops, "a_stop_token_ends_the_completion", "before its end"),
     (broken.NamesNoStop, "a_stop_token_ends_the_completion", "stop_reason None"),
     (broken.IgnoresMinTokens, "no_stop_counts_before_min_tokens", "1 token, then 'stop'"),
-    (broken.NumpyTokens, "ids_are_plain_ints", "numpy.int64"),
+    (broken.NumpyTokens, "ids_are_plain_ints", "numpy.int64 among"),
     (broken.NumpyStopReason, "ids_are_plain_ints", "numpy.int32"),
     (broken.OutsideTheVocabulary, "ids_are_in_the_vocabulary", "0 to 255"),
     (broken.LogprobsOfAnotherToken, "logprobs_have_one_entry_a_token", "for token"),
@@ -45,6 +46,8 @@ CASES: list[tuple[Callable[[], EngineCore], str, str]] = [
     (broken.NumpyLogprobs, "logprobs_have_one_entry_a_token", "plain float"),
     (broken.FailsWhoJoins, "requests_join_between_steps", "busy"),
     (broken.AbortTakesOthersAlong, "requests_leave_without_disturbing_others", "no finish reason"),
+    (broken.AbortFailsOthers, "requests_leave_without_disturbing_others", "'error' .lost."),
+    (broken.NumpyStats, "stats_are_sane_at_every_step", "plain ints"),
     (broken.OneLimitForAll, "each_request_gets_its_own_count", "its own max_tokens"),
     (broken.FailsBeyondPlaces, "more_requests_than_places", "3 of 7 were served"),
     (broken.RunsTooMany, "no_more_run_than_max_num_seqs", "3 running"),
@@ -71,6 +74,9 @@ CASES: list[tuple[Callable[[], EngineCore], str, str]] = [
     (broken.RefusalFailsAll, "refusals_beside_others", "doomed"),
     (broken.NumpyInfo, "info_is_sane", "int64"),
     (broken.InfoOfNoLength, "info_is_sane", "max_model_len"),
+    (broken.InfoAsADict, "info_is_sane", "returns an EngineInfo"),
+    (broken.InfoWithoutAName, "info_is_sane", "model is a str"),
+    (broken.ChangingInfo, "info_can_be_sent", "the same each time"),
     (broken.UnsendableInfo, "info_can_be_sent", "msgpack"),
     (broken.UnresolvableUtility, "utilities_can_be_described", r"price\(\).*Decimal"),
     (broken.CoroutineUtility, "utilities_can_be_described", "plain function"),
@@ -83,6 +89,11 @@ CASES: list[tuple[Callable[[], EngineCore], str, str]] = [
     (broken.ResetsSilently, "the_prefix_cache_can_be_reset", "Seen: None"),
     (broken.with_tokenizer(broken.LossyTokenizer), "the_tokenizer_gives_texts_back", "the quick"),
     (broken.with_tokenizer(broken.MixingTokenizer), "the_tokenizer_decodes_batches", "in order"),
+    (broken.with_tokenizer(broken.NeedsASequenceTokenizer), "the_tokenizer_decodes_batches", r"decode\(\[\]\)"),
+    (broken.with_tokenizer(broken.NeedsATokenTokenizer), "the_tokenizer_decodes_batches", r"decode\(\[\[\]\]\)"),
+    (broken.with_tokenizer(broken.ShiftedTokenizer), "the_tokenizer_gives_plain_ids", "within info"),
+    (broken.with_tokenizer(broken.NoLengthTokenizer), "no_token_is_longer_than_it_says", "at least 1"),
+    (broken.with_tokenizer(broken.WordTokenizer), "no_token_is_longer_than_it_says", "20 characters in 4 tokens"),
     (broken.with_tokenizer(broken.NumpyTokenizer), "the_tokenizer_gives_plain_ids", "list of int64"),
     (broken.with_tokenizer(broken.StrangeEndTokenizer), "the_end_of_sequence_is_in_the_vocabulary", "256"),
     (broken.with_tokenizer(broken.ModestTokenizer), "no_token_is_longer_than_it_says", r"tokens \[7\]"),
@@ -179,6 +190,16 @@ def test_one_engine_serves_a_class() -> None:
     assert len(made) == 2
     assert not made[0].has_work()
     suite.teardown_class()
+
+
+def test_a_class_and_one_that_inherits_from_it_have_an_engine_each() -> None:
+    parent = suite_of(broken.Good)
+
+    class Child(parent):  # type: ignore[misc, valid-type]
+        pass
+
+    engines = {id(check(suite, "a_request_ends").harness.engine) for suite in (parent, Child, parent, Child)}
+    assert len(engines) == 2
 
 
 def test_an_engine_that_cannot_be_emptied_is_given_up() -> None:

@@ -41,6 +41,7 @@ def generate(
     with exit_status():
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, output_kind="delta")
         config = EngineConfig(engine=engine, options=parse_options(option or []))
+        prompt = prompt.encode(errors="replace").decode()  # an argument that is no UTF-8 has lone surrogates
         asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
         asyncio.run(_generate(config, asked, params, as_json))
 

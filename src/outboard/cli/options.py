@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,15 +39,31 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
+def _forget_stdout() -> None:
+    """Has the interpreter's last flush of stdout go nowhere, instead of complaining."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
 @contextmanager
 def exit_status() -> Iterator[None]:
     """Prints an error of ours to stderr and exits with its status."""
+    if sys.stdout is None:  # closed by whoever started us
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the rest of the process
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the locale cannot show
     try:
         yield
-    except OutboardError as error:
         sys.stdout.flush()
+    except OutboardError as error:
         typer.echo(f"outboard: {error}", err=True)
         usage = isinstance(error, (ConfigError, InvalidRequestError)) and not isinstance(error, ModelFileError)
         raise typer.Exit(USAGE if usage else ENGINE_FAILURE) from None
+    except OSError as error:  # of stdout: whoever read it has gone, or the disk is full
+        _forget_stdout()
+        if not isinstance(error, BrokenPipeError):
+            typer.echo(f"outboard: cannot write: {error}", err=True)
+        raise typer.Exit(ENGINE_FAILURE) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 import time
@@ -51,6 +52,7 @@ class AsyncMPClient(MPClient):
             self.outputs_queue,
             self._pending,
             self._epoch,
+            (engine.rank, engine.incarnation, engine.pid),
             resources.on_engine_dead,
             resources.give_up,
             resources.memory.reader,
@@ -58,7 +60,9 @@ class AsyncMPClient(MPClient):
         reader = SocketReader(self._output_socket, self._receiver.on_message)
         resources.reader = reader
         resources.monitor = EngineMonitor(resources.process, reader, self._receiver, engine.rank, engine.incarnation)
+        self._reading_ended = False
         resources.on_dead = resources.monitor.on_dead
+        resources.stop_tasks = self._receiver.detach
         if _running_loop() is not None:
             self._ensure_output_queue_task()
 
@@ -71,14 +75,20 @@ class AsyncMPClient(MPClient):
         Raises: as the constructor.
         """
         read_fd, write_fd = os.pipe()
-        start = asyncio.ensure_future(asyncio.to_thread(cls, config, client_index=client_index, cancel_fd=read_fd))
+        build = functools.partial(cls, config, client_index=client_index, cancel_fd=read_fd)
+        # A future, not a task: whoever cancels all tasks must not cancel it.
+        start = asyncio.get_running_loop().run_in_executor(None, build)
         try:
             client = await asyncio.shield(start)
         except asyncio.CancelledError:
             os.write(write_fd, b"x")
-            await asyncio.wait([start])
+            while not start.done():
+                try:
+                    await asyncio.wait([start])
+                except asyncio.CancelledError:
+                    pass  # once more: the process must be gone before this returns
             if start.exception() is None:  # it was ready just then
-                await asyncio.to_thread(start.result().shutdown, 0)
+                start.result().shutdown(0)
             raise
         finally:
             os.close(read_fd)
@@ -132,13 +142,18 @@ class AsyncMPClient(MPClient):
             raise AssertionError("the queue ended without a failure")
         return message
 
-    def set_output_sink(self, sink: OutputSink | None) -> None:
+    def set_output_sink(self, sink: OutputSink | None, *, request_ids: bool = True) -> None:
         """Gives every message to `sink(message)` on the loop from now on, and at the end one `EngineDeadError`.
 
         Messages that wait in the queue come first. A bound method is held weakly. A sink that raises ends the client as
         a dead engine core does. None: messages go to `get_output_async` again.
+
+        Args:
+            sink: a function of a message.
+            request_ids: whether it needs the user's request ids, as `EngineCoreOutputs.outputs` does; handles alone
+                are cheaper.
         """
-        self._receiver.set_sink(sink)
+        self._receiver.set_sink(sink, request_ids)
 
     # --- utility calls ---
 
@@ -236,6 +251,7 @@ class AsyncMPClient(MPClient):
         self._receiver.fail(self._closed_error())
         self._receiver.detach()
         self._resources.stop_reading()
+        self._reading_ended = True
 
     def _on_loop(self, function: Callable[[], None]) -> None:
         """Calls `function` on the loop and waits, if that runs in another thread; else here."""
@@ -258,7 +274,7 @@ class AsyncMPClient(MPClient):
             return
         # A loop that stops before its turn comes never calls.
         deadline = time.monotonic() + self.config.faults.shutdown_timeout
-        while not done.wait(0.05):
+        while not done.wait(0.05) and not self._reading_ended:  # another shutdown, on the loop, may come first
             if not loop.is_running() or time.monotonic() > deadline:
                 function()
                 return

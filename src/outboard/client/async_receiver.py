@@ -15,13 +15,16 @@ from typing import Any
 
 from outboard.client.pending import PendingTable
 from outboard.client.receiver import Receiver
-from outboard.errors import EngineDeadError
+from outboard.errors import ClientClosedError, EngineDeadError
 from outboard.protocol.messages import EngineCoreOutputs, ErrorReport
 from outboard.protocol.shm import SlotReader
 
 __all__ = ["AsyncReceiver", "OutputSink"]
 
 logger = logging.getLogger("outboard.client")
+
+# How long messages that wait for a coroutine hook may hold up the news of a death, seconds.
+_LONGEST_HOOK = 0.5
 
 OutputSink = Callable[[EngineCoreOutputs | EngineDeadError], None]
 OutputHook = Callable[[Any, EngineCoreOutputs], Awaitable[None] | None]
@@ -46,20 +49,24 @@ class AsyncReceiver(Receiver):
         outputs_queue: asyncio.Queue[EngineCoreOutputs | None],
         pending: PendingTable,
         epoch: int,
+        engine: tuple[int, int, int],
         on_dead: Callable[[ErrorReport], None],
         give_up: Callable[[], None],
         reader: SlotReader | None = None,
     ) -> None:
-        super().__init__(pending, epoch, on_dead, give_up, reader)
+        super().__init__(pending, epoch, engine, on_dead, give_up, reader)
         self._client = weakref.ref(client)
         self._queue = outputs_queue
         self._sink: Callable[[], OutputSink | None] | None = None
         self._notification_hook: NotificationHook | None = _hook(client, "eep_process_engine_core_notification")
         self._output_hook: OutputHook | None = _hook(client, "process_engine_outputs")
         # A coroutine function as hook: messages wait here for the one task that awaits it for each.
-        self._hook_queue: asyncio.Queue[EngineCoreOutputs] | None = (
+        self._hook_queue: asyncio.Queue[EngineCoreOutputs | EngineDeadError] | None = (
             asyncio.Queue() if inspect.iscoroutinefunction(self._output_hook) else None
         )
+        self._ids_wanted = True
+        self._end_told = False
+        self._detached = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.reading: asyncio.Future[None] | None = None
 
@@ -68,7 +75,8 @@ class AsyncReceiver(Receiver):
         self.reading = loop.create_future()
         self.reading.add_done_callback(self._on_reading_done)
         if self._hook_queue is not None:
-            self._start_task(loop, self._run_hook(self._hook_queue))
+            task = self._start_task(loop, self._run_hook(self._hook_queue))
+            task.add_done_callback(self._on_hook_task_done)
 
     def _on_reading_done(self, reading: asyncio.Future[None]) -> None:
         if reading.cancelled():
@@ -76,20 +84,24 @@ class AsyncReceiver(Receiver):
 
     def detach(self) -> None:
         """Cancels the tasks of hooks."""
+        self._detached = True
         for task in list(self._tasks):
             task.cancel()
 
-    def set_sink(self, sink: OutputSink | None) -> None:
+    def set_sink(self, sink: OutputSink | None, request_ids: bool = True) -> None:
         """Gives every message to `sink` from now on, those that wait in the queue first; None: to the queue again."""
+        self._ids_wanted = request_ids or sink is None
         if sink is None:
             self._sink = None
             return
         self._sink = weakref.WeakMethod(sink) if inspect.ismethod(sink) else lambda: sink
-        while not self._queue.empty():
-            message = self._queue.get_nowait()
-            if message is not None:
+        waiting = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+        for message in waiting:
+            if message is None:
+                self._queue.put_nowait(None)  # for those who still wait there
+            else:
                 self._hand_on(message)
-        if self.failure is not None:
+        if self.failure is not None and self._end_told:
             self._hand_on(self.failure.copy())
 
     @property
@@ -100,7 +112,7 @@ class AsyncReceiver(Receiver):
 
     @property
     def _needs_ids(self) -> bool:
-        return self._sink is None
+        return self._ids_wanted
 
     def _deliver(self, message: EngineCoreOutputs) -> None:
         if self._output_hook is None:
@@ -116,6 +128,18 @@ class AsyncReceiver(Receiver):
                 self._hand_on(message)
 
     def _deliver_end(self, cause: EngineDeadError) -> None:
+        if self._hook_queue is None or isinstance(cause, ClientClosedError) or self.reading is None:
+            self._tell_end(cause)
+            return
+        # Behind what waits for the hook, unless that takes too long.
+        self._hook_queue.put_nowait(cause)
+        self.reading.get_loop().call_later(_LONGEST_HOOK, self._tell_end, cause)
+
+    def _tell_end(self, cause: EngineDeadError) -> None:
+        if self._end_told:
+            return
+        self._end_told = True
+        self._queue.put_nowait(None)  # for those that wait there, sink or not
         self._hand_on(cause.copy())
 
     def _can_tell(self) -> bool:
@@ -141,8 +165,8 @@ class AsyncReceiver(Receiver):
             sink = self._sink()
             if sink is not None:
                 self._call_sink(sink, message)
-        else:
-            self._queue.put_nowait(message if isinstance(message, EngineCoreOutputs) else None)
+        elif isinstance(message, EngineCoreOutputs):
+            self._queue.put_nowait(message)
 
     def _call_sink(self, sink: OutputSink, message: EngineCoreOutputs | EngineDeadError) -> None:
         try:
@@ -158,23 +182,31 @@ class AsyncReceiver(Receiver):
         except Exception:
             logger.exception("eep_process_engine_core_notification raised for %r", data)
 
-    async def _run_hook(self, queue: asyncio.Queue[EngineCoreOutputs]) -> None:
-        while self.failure is None:
+    async def _run_hook(self, queue: asyncio.Queue[EngineCoreOutputs | EngineDeadError]) -> None:
+        while True:
             message = await queue.get()
+            if isinstance(message, EngineDeadError):
+                self._tell_end(message)
+                return
             try:
                 await self._output_hook(self._client(), message)  # type: ignore[misc]
             except Exception as error:
                 self._hook_failed(error)
-            else:
-                self._hand_on(message)
+                return
+            self._hand_on(message)
+
+    def _on_hook_task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() and not self._detached:
+            self.fail(EngineDeadError("the task of process_engine_outputs was cancelled"))
 
     def _hook_failed(self, error: Exception) -> None:
         self.fail(_caused(f"process_engine_outputs raised {type(error).__name__}: {error}", error))
 
-    def _start_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any) -> None:
+    def _start_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any) -> asyncio.Task[None]:
         task = loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _caused(reason: str, cause: Exception) -> EngineDeadError:

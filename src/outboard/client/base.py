@@ -12,6 +12,8 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ from outboard.launch.startup import start_engine_core
 from outboard.protocol.codec import MsgpackEncoder
 from outboard.protocol.messages import EngineInfo, Init, SchedulerStats
 from outboard.protocol.shm_pair import SharedMemory
+from outboard.protocol.tensors import is_scalar
 from outboard.transport.outbox import Outbox
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import (
@@ -205,6 +208,7 @@ class MPClient(EngineCoreClient):
             encoder,
             self._outbox.send,
             self._outbox.take_back,
+            self.config.transport.max_message_bytes,
         )
         self._shutdown_lock = threading.Lock()
         self._closed = False
@@ -235,13 +239,15 @@ class MPClient(EngineCoreClient):
         """
         if os.getpid() != self._resources.creator:
             return  # a forked copy owns nothing
+        # Before the lock: who holds it may be waiting for the loop that calls this.
+        self._stop_reading()
         with self._shutdown_lock:
             if self._closed:
                 return
-            self._closed = True
-            self._finalizer.detach()
-            self._stop_reading()
+            # An interrupt in here, such as Ctrl-C, leaves all that is needed to call again.
             self._resources.close(self.config.faults.shutdown_timeout if timeout is None else timeout)
+            self._finalizer.detach()
+            self._closed = True
 
     @abstractmethod
     def _stop_reading(self) -> None:
@@ -262,16 +268,20 @@ def _start(
             'if __name__ == "__main__":'
         )
     reference = resolve_engine(config.engine)
-    session = SessionDirectory()
-    context = make_context()
-    memory = SharedMemory.offer(config.transport.shared_memory_limit)
-    try:
+    options = _sendable_options(config.options)
+    with ExitStack() as undo:
+        session = SessionDirectory()
+        undo.callback(session.remove)
+        context = make_context()
+        undo.callback(context.destroy, linger=0)
+        memory = SharedMemory.offer(config.transport.shared_memory_limit)
+        undo.callback(memory.close)
         # Names are never used twice: what a dead peer still holds for an old name must not reach a new socket.
         nonce = secrets.token_hex(4)
         control_address = session.address("control")
         init = Init(
             engine=reference,
-            options=config.options,
+            options=options,
             sys_path=_search_path(),
             rank=0,
             incarnation=0,
@@ -304,16 +314,38 @@ def _start(
         if wait_for_peers(input_socket, {init.identity}, _CONNECT_TIMEOUT):
             resources.close(timeout=0)
             raise EngineStartupError("the engine core said READY but did not connect its input socket")
-    except BaseException:
-        memory.close()
-        context.destroy(linger=0)
-        session.remove()
-        raise
+        undo.pop_all()
     engine = CoreEngine(0, 0, init.identity, process.engine_pid, ready.info, frozenset(ready.typed_utilities))
     return resources, input_socket, output_socket, engine
 
 
 def _search_path() -> list[str]:
     """Where the front end finds modules: its `sys.path`, and the working directory behind it."""
-    here = os.getcwd()  # noqa: PTH109 - a plain string is wanted
-    return [path or here for path in sys.path] + [here]
+    paths = [path for path in sys.path if isinstance(path, str)]
+    try:
+        here = os.getcwd()  # noqa: PTH109 - a plain string is wanted
+    except FileNotFoundError:  # it has been deleted
+        return [path for path in paths if path]
+    return [path or here for path in paths] + [here]
+
+
+def _sendable_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Engine options as plain msgpack values: paths become text, numpy scalars numbers.
+
+    Raises:
+        ConfigError: a value cannot be sent.
+    """
+    try:
+        plain: dict[str, Any] = msgspec.to_builtins(options, enc_hook=_plain)
+        msgspec.msgpack.encode(plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"the engine's options cannot be sent to it: {error}; use msgpack values") from error
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PurePath):
+        return str(value)
+    if is_scalar(value):
+        return value.item()
+    raise TypeError(f"no value of type {type(value).__module__}.{type(value).__qualname__}")

@@ -58,10 +58,12 @@ class InprocClient(SyncClient):
         self._port = _Port(encoder)
         self._loop = BusyLoop(self._engine, self._inbox, self._port, epoch=epoch)
         self._pending = PendingTable()
-        self._sender = Sender(epoch, 0, self._pending, encoder, self._post, lambda handle: False)
+        self._sender = Sender(
+            epoch, 0, self._pending, encoder, self._post, lambda handle: False, self.config.transport.max_message_bytes
+        )
         self.outputs_queue: queue.Queue[EngineCoreOutputs | None] = queue.Queue()
         self._receiver: QueueReceiver = QueueReceiver(
-            self.outputs_queue, self._pending, epoch, on_dead=lambda report: None, give_up=lambda: None
+            self.outputs_queue, self._pending, epoch, (0, 0, os.getpid()), lambda report: None, lambda: None
         )
         typed = [name for name in utility_methods(self._engine) if has_typed_result(getattr(self._engine, name))]
         self.core_engines = [CoreEngine(0, 0, b"", os.getpid(), self._engine.info(), frozenset(typed))]

@@ -86,7 +86,7 @@ class OutputThread:
     def _wake(self) -> None:
         try:
             os.eventfd_write(self._wake_fd, 1)
-        except OSError:
+        except (OSError, ValueError):
             pass  # the thread has ended
 
     def _run(self) -> None:

@@ -21,7 +21,9 @@ _KNOWN_ERRORS = {
     f"{cls.__module__}.{cls.__qualname__}": cls for cls in (UtilityError, UtilityNotFoundError, UnsupportedError)
 }
 
-__all__ = ["CallFuture", "PendingTable"]
+UTILITY_ERROR = f"{UtilityError.__module__}.{UtilityError.__qualname__}"
+
+__all__ = ["UTILITY_ERROR", "CallFuture", "PendingTable"]
 
 CallFuture: TypeAlias = "asyncio.Future[Any] | concurrent.futures.Future[Any]"
 

@@ -27,11 +27,12 @@ class QueueReceiver(Receiver):
         outputs_queue: queue.Queue[EngineCoreOutputs | None],
         pending: PendingTable,
         epoch: int,
+        engine: tuple[int, int, int],
         on_dead: Callable[[ErrorReport], None],
         give_up: Callable[[], None],
         reader: SlotReader | None = None,
     ) -> None:
-        super().__init__(pending, epoch, on_dead, give_up, reader)
+        super().__init__(pending, epoch, engine, on_dead, give_up, reader)
         self._queue = outputs_queue
 
     def _deliver(self, message: EngineCoreOutputs) -> None:

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outboard.client.pending import PendingTable, _process_utility_output
+import msgspec
+
+from outboard.client.pending import UTILITY_ERROR, PendingTable, _process_utility_output
 from outboard.errors import ClientClosedError, EngineDeadError, ProtocolError
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.messages import (
@@ -27,6 +29,28 @@ __all__ = ["Receiver"]
 logger = logging.getLogger("outboard.client")
 
 
+class _CallHead(msgspec.Struct, array_like=True):
+    """What is told of an answer that is otherwise undecodable."""
+
+    call_id: int
+
+
+class _Head(msgspec.Struct, array_like=True, tag=0):
+    """What is told of an `EngineCoreOutputs` that is otherwise undecodable: the same fields, the middle unread."""
+
+    engine_index: int
+    epoch: int
+    sequence: int
+    timestamp: msgspec.Raw
+    handles: msgspec.Raw
+    tokens: msgspec.Raw
+    counts: msgspec.Raw
+    finished: msgspec.Raw
+    extras: msgspec.Raw
+    scheduler_stats: msgspec.Raw
+    utility_output: _CallHead | None
+
+
 class Receiver(ABC):
     """Checks, decodes and hands on the messages of one engine core; a failure is sticky.
 
@@ -36,6 +60,7 @@ class Receiver(ABC):
     Args:
         pending: what waits.
         epoch: of this client and its engine core.
+        engine: rank, incarnation and pid of the engine core, for errors.
         on_dead: called with the report of an ENGINE_CORE_DEAD message: the engine core is about to end.
         give_up: called at the end, unless that is a shutdown: the engine core is of no more use.
         reader: for arrays that the engine core puts into shared memory.
@@ -51,17 +76,20 @@ class Receiver(ABC):
         self,
         pending: PendingTable,
         epoch: int,
+        engine: tuple[int, int, int],
         on_dead: Callable[[ErrorReport], None],
         give_up: Callable[[], None],
         reader: SlotReader | None = None,
     ) -> None:
         self._pending = pending
         self._epoch = epoch
+        self._engine = engine
         self._on_dead = on_dead
         self._give_up = give_up
         self._decoder: MsgpackDecoder[EngineCoreOutputs | EngineCoreDead] = MsgpackDecoder(
             EngineCoreOutputs | EngineCoreDead, reader
         )
+        self._heads: MsgpackDecoder[_Head] = MsgpackDecoder(_Head)
         self._expected = 0
         self.failure: EngineDeadError | None = None
         self.scheduler_stats = SchedulerStats()
@@ -76,7 +104,7 @@ class Receiver(ABC):
         try:
             message = self._decoder.decode(body, aux)
         except ProtocolError as error:
-            self._drop("undecodable", str(error))
+            self._on_undecodable(body, error)
             return
         if message.epoch != self._epoch:
             self._drop("other epoch", f"its epoch is {message.epoch:x}, this client's {self._epoch:x}")
@@ -96,8 +124,25 @@ class Receiver(ABC):
             self._expected += 1
             self._accept(message)
         else:
-            self._drop("undecodable", "its columns do not fit together")
-            self._expected += 1
+            self.fail(EngineDeadError("the engine core sent columns that do not fit together"))
+
+    def _on_undecodable(self, body: Buffer, error: ProtocolError) -> None:
+        """Drops junk; what is our engine core's next message must not be lost, or somebody would wait for ever."""
+        try:
+            head = self._heads.decode(body)
+        except ProtocolError:
+            self._drop("undecodable", str(error))
+            return
+        if head.epoch != self._epoch or head.sequence != self._expected:
+            self._drop("undecodable", str(error))
+            return
+        self._expected += 1
+        if head.utility_output is None:
+            self.fail(EngineDeadError(f"the engine core sent outputs that cannot be decoded: {error}"))
+        else:
+            report = ErrorReport(UTILITY_ERROR, f"the answer cannot be decoded: {error}", "")
+            answer = UtilityOutput(head.utility_output.call_id, error=report)
+            _process_utility_output(answer, self._pending.utility_results)
 
     @staticmethod
     def _well_formed(message: EngineCoreOutputs) -> bool:
@@ -158,6 +203,8 @@ class Receiver(ABC):
         """Ends everything that waits, now and for ever after. Only the first cause counts."""
         if self.failure is not None:
             return
+        if cause.pid is None:
+            cause.rank, cause.incarnation, cause.pid = self._engine
         self.failure = cause
         if not isinstance(cause, ClientClosedError):
             self._give_up()

@@ -31,6 +31,7 @@ class Resources:
         process: the engine core's.
         loop: the event loop that reads; None while there is none.
         reader, monitor, outbox: what works on the sockets; set by the client.
+        stop_tasks: cancels the tasks of hooks; set by the client.
         on_dead: told of an ENGINE_CORE_DEAD message; set by the client.
         timer: calls a function after a delay in the thread that reads, where there is one.
         memory: shared with the engine core; off unless the client sets it.
@@ -57,6 +58,7 @@ class Resources:
         self.monitor: EngineMonitor | None = None
         self.outbox: Outbox | None = None
         self.on_dead: Callable[[ErrorReport], None] | None = None
+        self.stop_tasks: Callable[[], None] | None = None
         self.timer: Callable[[float, Callable[[], None]], None] | None = None
         self.stop_thread: Callable[[Callable[[], None]], None] | None = None
         self.memory = SharedMemory()
@@ -128,6 +130,8 @@ class Resources:
 
     def _release(self) -> None:
         self.stop_reading()
+        if self.stop_tasks is not None:
+            self.stop_tasks()
         self.process.abandon()
         self.close_sockets()
         self._session.remove()

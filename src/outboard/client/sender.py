@@ -9,7 +9,7 @@ from typing import Any
 
 from outboard.client.pending import CallFuture, PendingTable
 from outboard.errors import InvalidRequestError, UtilityError
-from outboard.protocol.codec import MsgpackEncoder
+from outboard.protocol.codec import MsgpackEncoder, check_size
 from outboard.protocol.messages import (
     AbortRequests,
     AddRequest,
@@ -36,6 +36,7 @@ class Sender:
         encoder: for all messages.
         post: sends frames, or holds them; the second argument names a request for `take_back`.
         take_back: removes a request that has not been sent; False if it has.
+        max_message_bytes: ZeroMQ would drop a larger frame, and the connection.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Sender:
         encoder: MsgpackEncoder,
         post: Post,
         take_back: Callable[[int], bool],
+        max_message_bytes: int,
     ) -> None:
         self._epoch = epoch
         self._client_index = client_index
@@ -53,6 +55,7 @@ class Sender:
         self._encoder = encoder
         self._post = post
         self._take_back = take_back
+        self._max_message_bytes = max_message_bytes
 
     def add_request(self, request: EngineCoreRequest) -> int:
         """Sends a request; its handle. Stamps `client_index` and, where it is 0, `arrival_time`.
@@ -65,7 +68,7 @@ class Sender:
         request.arrival_time = request.arrival_time or time.time()
         handle = self._pending.add_request(request.request_id)
         try:
-            frames = self._encoder.encode(
+            frames = self._encode(
                 AddRequest(
                     self._epoch,
                     handle,
@@ -114,7 +117,16 @@ class Sender:
 
     def send(self, request_type: EngineCoreRequestType, message: Any) -> None:
         """Sends any message."""
-        self._post([request_type.value, *self._encoder.encode(message)], None)
+        self._post([request_type.value, *self._encode(message)], None)
+
+    def _encode(self, message: Any) -> list[Buffer]:
+        frames = self._encoder.encode(message)
+        try:
+            check_size(frames, self._max_message_bytes)
+        except ValueError:
+            self._encoder.give_back(frames[0])
+            raise
+        return frames
 
 
 def _pack_token_ids(token_ids: Sequence[int]) -> bytes:

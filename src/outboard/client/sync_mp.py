@@ -43,6 +43,7 @@ class SyncMPClient(SyncClient, MPClient):
             self.outputs_queue,
             self._pending,
             self._epoch,
+            (engine.rank, engine.incarnation, engine.pid),
             resources.on_engine_dead,
             resources.process.kill,
             resources.memory.reader,

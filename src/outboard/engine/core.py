@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, get_args
 
 from outboard.engine.calls import convert_arguments
 from outboard.errors import UnsupportedError, UtilityNotFoundError
@@ -17,6 +17,7 @@ __all__ = ["EngineCore", "OutputBatch", "Tokenizer", "no_such_utility", "utility
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 _UTILITY_MARK = "__outboard_utility__"
 
 
@@ -121,6 +122,8 @@ class OutputBatch:
             error: why it ended with "error".
             num_cached_tokens: prompt tokens that the prefix cache served.
         """
+        if finish_reason is not None and finish_reason not in _FINISH_REASONS:
+            raise ValueError(f"finish_reason must be one of {', '.join(_FINISH_REASONS)}, not {finish_reason!r}")
         handle = self._handles_by_id.get(request_id)
         if handle is None:
             return

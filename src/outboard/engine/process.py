@@ -30,7 +30,7 @@ from outboard.engine.incoming import Incoming
 from outboard.engine.loader import IMPORTING_ENGINE, bind_options, load_engine_class
 from outboard.engine.loop import BusyLoop, Stop
 from outboard.engine.outgoing import error_report
-from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
+from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder, check_size
 from outboard.protocol.environment import REPORT_FD, ChildEnvironment
 from outboard.protocol.messages import (
     PROTOCOL_VERSION,
@@ -115,7 +115,7 @@ def _serve(
     receiver = InputReceiver(context, init.input_address, init.identity, limits)
     memory = SharedMemory.join(init.arena)
     encoder = MsgpackEncoder(init.inline_bytes, init.shared_memory_bytes, memory.pool)
-    port = _Port(OutputSender(context, init.output_address, limits), encoder)
+    port = _Port(OutputSender(context, init.output_address, limits), encoder, init.max_message_bytes)
     incoming = Incoming(init.epoch, memory.reader)
     threading.Thread(target=_receive, args=(receiver, inbox, incoming), name="outboard-input", daemon=True).start()
     loop = BusyLoop(engine, inbox, port, rank=init.rank, epoch=init.epoch)
@@ -153,8 +153,9 @@ def _run(engine: EngineCore, loop: BusyLoop, init: Init, port: _Port, report: Re
 class _Port:
     """The busy loop's way out: encoder and PUSH socket. What is encoded and not sent is encoded again later."""
 
-    def __init__(self, sender: OutputSender, encoder: MsgpackEncoder) -> None:
+    def __init__(self, sender: OutputSender, encoder: MsgpackEncoder, max_message_bytes: int) -> None:
         self._sender = sender
+        self._max_message_bytes = max_message_bytes
         self._encoder = encoder
         self._unsent: Buffer | None = None
         self.writable = sender.writable
@@ -165,6 +166,7 @@ class _Port:
             self._unsent = None
         frames = self._encoder.encode(message)
         self._unsent = frames[0]
+        check_size(frames, self._max_message_bytes)
         return frames
 
     def send(self, frames: Sequence[Buffer]) -> bool:

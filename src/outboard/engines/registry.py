@@ -24,6 +24,8 @@ def resolve_engine(engine: str | type[Any]) -> str:
     """
     if isinstance(engine, type):
         return engine_reference(engine)
+    if not isinstance(engine, str):
+        raise EngineNotFoundError(f"an engine is a name, module:Class, path.py:Class or a class, not {engine!r}")
     if engine in ENGINES:
         return ENGINES[engine]
     target, colon, name = engine.rpartition(":")

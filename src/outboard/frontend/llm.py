@@ -11,7 +11,7 @@ from outboard.client.async_mp import AsyncMPClient
 from outboard.config import EngineConfig
 from outboard.engine.controls import PauseMode
 from outboard.engine.core import Tokenizer
-from outboard.errors import ClientClosedError, ConfigError
+from outboard.errors import ClientClosedError, ConfigError, InvalidRequestError
 from outboard.frontend.prompt import Prompt
 from outboard.frontend.running import RunningEngine
 from outboard.frontend.slot import OnOutput, Slot
@@ -47,6 +47,7 @@ class AsyncLLM:
             self.config = EngineConfig(engine=engine, options=options or {})
         self._start_lock = asyncio.Lock()
         self._running: RunningEngine | None = None
+        self._launch: asyncio.Task[RunningEngine] | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -66,9 +67,17 @@ class AsyncLLM:
         """
         async with self._start_lock:
             if self._closed:
-                raise ClientClosedError("this AsyncLLM was shut down; build another one", phase="stopping")
+                raise _shut_down()
             if self._running is None:
-                self._running = await RunningEngine.launch(self.config)
+                self._launch = asyncio.ensure_future(RunningEngine.launch(self.config))
+                try:
+                    self._running = await self._launch
+                except asyncio.CancelledError:
+                    if _being_cancelled():
+                        raise
+                    raise _shut_down() from None  # it was shutdown that cancelled the launch
+                finally:
+                    self._launch = None
 
     async def shutdown(self, timeout: float | None = None) -> None:
         """Stops the engine core and frees everything. Idempotent; does not block the loop.
@@ -78,8 +87,10 @@ class AsyncLLM:
         Args:
             timeout: seconds that the engine core gets to stop by itself; default `FaultConfig.shutdown_timeout`.
         """
+        self._closed = True
+        if self._launch is not None:
+            self._launch.cancel()
         async with self._start_lock:
-            self._closed = True
             running = self._running
         if running is not None:
             await asyncio.to_thread(running.client.shutdown, timeout)
@@ -256,6 +267,10 @@ class AsyncLLM:
         on_output: OnOutput | None,
     ) -> RequestStream:
         name = secrets.token_hex(8) if request_id is None else request_id
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"request_id must be a str, not {request_id!r}")
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"sampling_params must be SamplingParams, not {params!r}")
         return RequestStream(self, name, params or SamplingParams(), prompt, inputs, on_output)
 
     # --- for streams ---
@@ -271,3 +286,12 @@ class AsyncLLM:
         """Ends the completions that have not ended."""
         if self._running is not None:
             self._running.dispatcher.abort(slots)
+
+
+def _shut_down() -> ClientClosedError:
+    return ClientClosedError("this AsyncLLM was shut down; build another one", phase="stopping")
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -10,7 +10,7 @@ import msgspec
 from outboard.client.async_mp import AsyncMPClient
 from outboard.config import EngineConfig
 from outboard.engine.core import Tokenizer
-from outboard.engine.loader import load_engine_class
+from outboard.engine.loader import bind_options, load_engine_class
 from outboard.engines.registry import resolve_engine
 from outboard.errors import DuplicateRequestError
 from outboard.frontend.dispatcher import Dispatcher
@@ -30,6 +30,7 @@ class RunningEngine:
     def __init__(self, client: AsyncMPClient, tokenizer: Tokenizer | None) -> None:
         self.client = client
         self.tokenizer = tokenizer
+        self._encoding: dict[str, RequestStream] = {}  # requests whose prompts are being encoded
         self._prompts = PromptProcessor(tokenizer, client.engine_info)
         self.dispatcher = Dispatcher(
             asyncio.get_running_loop(),
@@ -37,7 +38,7 @@ class RunningEngine:
             tokenizer,
             client.config.transport.stream_buffer_bytes,
         )
-        client.set_output_sink(self.dispatcher.on_message)
+        client.set_output_sink(self.dispatcher.on_message, request_ids=False)
 
     @classmethod
     async def launch(cls, config: EngineConfig) -> RunningEngine:
@@ -50,10 +51,16 @@ class RunningEngine:
 
     async def submit(self, stream: RequestStream) -> None:
         params = stream.params
-        token_ids = await self._prompts.process(stream.asked, params, stream.inputs)
-        # From here on nothing suspends: either all completions are sent and known, or none.
-        if stream.request_id in self.dispatcher.requests:
+        if stream.request_id in self.dispatcher.requests or stream.request_id in self._encoding:
             raise DuplicateRequestError(f"a request with id {stream.request_id!r} is in flight already")
+        self._encoding[stream.request_id] = stream
+        try:
+            token_ids = await self._prompts.process(stream.asked, params, stream.inputs)
+        finally:
+            del self._encoding[stream.request_id]
+        if stream.closed:
+            return
+        # From here on nothing suspends: either all completions are sent and known, or none.
         stream.prompt_token_ids = list(token_ids)
         stream.state.metrics.num_prompt_tokens = len(token_ids)
         detokenize = params.detokenize and self.tokenizer is not None
@@ -79,6 +86,8 @@ class RunningEngine:
             request = self.dispatcher.requests.get(request_id)
             if request is not None:
                 self.dispatcher.abort(request.slots)
+            elif request_id in self._encoding:
+                self._encoding[request_id].abort()
 
 
 def _for_completion(params: SamplingParams, index: int) -> SamplingParams:
@@ -90,4 +99,5 @@ def _for_completion(params: SamplingParams, index: int) -> SamplingParams:
 
 
 def _make_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    return load_engine_class(resolve_engine(config.engine)).tokenizer(config.options)
+    engine_class = load_engine_class(resolve_engine(config.engine))
+    return engine_class.tokenizer(bind_options(engine_class, config.options))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol, Self
 
-from outboard.errors import EngineDeadError, OutboardError
+from outboard.errors import ClientClosedError, EngineDeadError, OutboardError
 from outboard.frontend.outputs import CompletionOutput, RequestOutput
 from outboard.frontend.slot import OnOutput, RequestState, Slot
 from outboard.protocol.sampling import SamplingParams
@@ -40,6 +40,7 @@ class RequestStream:
     Attributes:
         request_id: the user's name for it, or a random one.
         prompt, prompt_token_ids: what was asked; the token ids are there once it is sent.
+        closed: whether it was aborted before it was sent.
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class RequestStream:
         "_so_far",
         "_submitter",
         "asked",
+        "closed",
         "inputs",
         "params",
         "prompt",
@@ -76,6 +78,7 @@ class RequestStream:
         self.prompt_token_ids: Sequence[int] | None = None
         self.asked = prompt
         self.inputs = inputs
+        self.closed = False
         self._final_only = params.output_kind == "final_only"
         self.state = RequestState(request_id, self._final_only, on_output)
         self._submitter = submitter
@@ -125,15 +128,20 @@ class RequestStream:
         """As `aclose`. Call it on the loop."""
         if self.state.unfinished:
             self._submitter.abort_slots(self._slots)
+        elif not self._slots:
+            self.closed = True  # it has not been sent, and will not be
 
     def __del__(self) -> None:
         # The garbage collector may come at any time and in any thread: only ask the loop.
         loop = self._loop
-        if loop is not None and self.state.unfinished and loop.is_running():
-            try:
-                loop.call_soon_threadsafe(self._submitter.abort_slots, self._slots)
-            except RuntimeError:  # it was closed in between
-                pass
+        if loop is None or not self.state.unfinished:
+            return
+        try:
+            loop.call_soon_threadsafe(self._submitter.abort_slots, self._slots)
+            if self.state.on_output is not None:  # nobody holds the AsyncLLM either
+                loop.call_soon_threadsafe(self.state.on_output, ClientClosedError("the AsyncLLM was dropped"))
+        except RuntimeError:  # the loop is closed
+            pass
 
     # --- for AsyncLLM and the dispatcher ---
 
@@ -141,12 +149,16 @@ class RequestStream:
         """Sends the request."""
         self._loop = asyncio.get_running_loop()
         try:
-            await self._submitter.submit_stream(self)
+            if not self.closed:
+                await self._submitter.submit_stream(self)
         except asyncio.CancelledError:
-            slot = Slot(self.state, 0, None)
-            slot.finish("abort")
-            self._slots[:] = [slot]
+            self.closed = True
             raise
+        finally:
+            if self.closed and not self._slots:
+                slot = Slot(self.state, 0, None)
+                slot.finish("abort")
+                self._slots.append(slot)
         if self._delta and len(self._slots) == 1:
             self._only = self._slots[0]
 
@@ -173,8 +185,9 @@ class RequestStream:
         assert on_output is not None
         while (output := self.take()) is not None:
             on_output(output)
-        if self.state.failure is not None:
-            on_output(_fresh(self.state.failure))
+        failure, self.state.failure = self.state.failure, None
+        if failure is not None:
+            on_output(_fresh(failure))
 
     def _take_slot(self, slot: Slot) -> CompletionOutput:
         token_ids = slot.token_ids

@@ -27,7 +27,7 @@ from outboard.protocol.tensors import (
     unpack_tensor,
 )
 
-__all__ = ["MsgpackDecoder", "MsgpackEncoder"]
+__all__ = ["MsgpackDecoder", "MsgpackEncoder", "check_size"]
 
 T = TypeVar("T")
 
@@ -100,7 +100,8 @@ class MsgpackDecoder(Generic[T]):
 
     def __init__(self, type_: Any, reader: SlotReader | None = None) -> None:
         self._reader = reader
-        self._inlet = Inlet()
+        self._frames: Sequence[Buffer] = ()
+        self._inlet: Inlet | None = None  # of the message that is being decoded, from its first array on
         self._decode = msgspec.msgpack.Decoder(type_, ext_hook=self._hook).decode
 
     def decode(self, body: Buffer, aux: Sequence[Buffer] = ()) -> T:
@@ -109,43 +110,49 @@ class MsgpackDecoder(Generic[T]):
         Raises:
             ProtocolError: the frames are not a message of this type; the text says what is wrong.
         """
-        inlet = self._inlet = Inlet(aux, self._reader)
+        self._frames = aux
         try:
             message: T = self._decode(body)
-            if len(inlet.taken) != len(aux):
-                raise ProtocolError(f"{len(aux)} auxiliary frames came, the message needs {len(inlet.taken)}")
-            if inlet.unavailable:
-                _fail_apart(message, inlet.unavailable)
+            if aux or self._inlet is not None:
+                self._check(message, self._open_inlet())
             return message
         except ProtocolError:
-            self._free_unopened(body, inlet)
+            self.discard(body)
             raise
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            self._free_unopened(body, inlet)
+            self.discard(body)
             raise ProtocolError(f"undecodable message: {error}") from error
         finally:
-            self._inlet = _NO_INLET
+            self._frames = ()
+            self._inlet = None
 
     def discard(self, body: Buffer) -> None:
-        """Frees the slots of a message, given by its first frame, that is not going to be decoded."""
-        self._free_unopened(body, _NO_INLET)
+        """Frees the slots of a message, given by its first frame, that is not decoded.
 
-    def _free_unopened(self, body: Buffer, inlet: Inlet) -> None:
-        """Slots that were opened are free when the exception has gone, with their views; the others must be told."""
+        Those that were opened before it failed are free when the exception has gone, with their views.
+        """
         if self._reader is not None:
             for slot in _slots_of(body):
-                if slot.number not in inlet.opened:
+                if self._inlet is None or slot.number not in self._inlet.opened:
                     self._reader.free(slot)
+
+    def _check(self, message: T, inlet: Inlet) -> None:
+        if len(inlet.taken) != len(self._frames):
+            raise ProtocolError(f"{len(self._frames)} auxiliary frames came, the message needs {len(inlet.taken)}")
+        if inlet.unavailable:
+            _fail_apart(message, inlet.unavailable)
+
+    def _open_inlet(self) -> Inlet:
+        if self._inlet is None:
+            self._inlet = Inlet(self._frames, self._reader)
+        return self._inlet
 
     def _hook(self, code: int, payload: memoryview) -> Any:
         if code == ARRAY_EXT:
-            return unpack_array(payload, self._inlet)
+            return unpack_array(payload, self._open_inlet())
         if code == TENSOR_EXT:
-            return unpack_tensor(payload, self._inlet)
+            return unpack_tensor(payload, self._open_inlet())
         raise ProtocolError(f"unknown msgpack extension {code} in a message")
-
-
-_NO_INLET = Inlet()
 
 
 def _slots_of(body: Buffer) -> list[SlotRef]:
@@ -188,3 +195,10 @@ def _is_missing_in(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_is_missing_in, value))
     return isinstance(value, Unavailable)
+
+
+def check_size(frames: Sequence[Buffer], limit: int) -> None:
+    """Raises ValueError if a frame has more than `limit` bytes: the peer would drop it, and the connection."""
+    for frame in frames:
+        if len(frame) > limit:
+            raise ValueError(f"{len(frame)} bytes in one piece; max_message_bytes in TransportConfig allows {limit}")

@@ -60,6 +60,8 @@ class Outbox:
             frames: auxiliary frames are not copied: they must not change before their tracker is done.
             key: names the message for `take_back`.
         """
+        if self._socket.closed:
+            return  # as to a peer that is gone
         self.free_sent()
         if self._held or not self._try_send(frames):
             self._held.append((key, frames))

@@ -10,10 +10,14 @@ edge would sleep for ever.
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
+import os
+import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import zmq
@@ -42,15 +46,41 @@ ZmqSocket: TypeAlias = "zmq.Socket[bytes]"
 # A plain int: arithmetic on ZeroMQ's enums costs 1 us.
 _NOBLOCK = int(zmq.NOBLOCK)
 
+# File descriptors that a client may need: 17 with its process, its sockets and their engine core, and some to spare.
+_DESCRIPTORS = 32
+
 # Handshake messages are small; a peer that sends more is none of ours.
 _MAX_CONTROL_BYTES = 16 << 20
 
 
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raises what ZeroMQ cannot get of the system, such as file descriptors, as the OSError that it is."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"ZeroMQ: {error.strerror}") from error
+
+
+@_os_errors()
 def make_context() -> ZmqContext:
-    """A context with one IO thread. A context of our own can be terminated, so that nothing is left afterwards."""
+    """A context with one IO thread. A context of our own can be terminated, so that nothing is left afterwards.
+
+    Raises:
+        OSError: too few file descriptors are left; ZeroMQ would abort the whole process where it runs out of them.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    if limit - used < _DESCRIPTORS:
+        raise OSError(
+            errno.EMFILE,
+            f"too few file descriptors are left: a client needs up to {_DESCRIPTORS}, {used} of {limit} are in use; "
+            "raise the limit (ulimit -n)",
+        )
     return zmq.Context(io_threads=1)
 
 
+@_os_errors()
 def bind_input(context: ZmqContext, address: str, config: TransportConfig) -> ZmqSocket:
     """A client's ROUTER, which addresses engine cores by identity."""
     socket = _make(context, zmq.ROUTER, config)
@@ -60,6 +90,7 @@ def bind_input(context: ZmqContext, address: str, config: TransportConfig) -> Zm
     return socket
 
 
+@_os_errors()
 def bind_output(context: ZmqContext, address: str, config: TransportConfig) -> ZmqSocket:
     """A client's PULL."""
     socket = _make(context, zmq.PULL, config)
@@ -123,6 +154,7 @@ class OutputSender:
 class ControlServer:
     """The launcher's end of the control channel: a ROUTER."""
 
+    @_os_errors()
     def __init__(self, context: ZmqContext, address: str) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -63,6 +63,8 @@ class BatchingChecks(Suite):
         places = self.info.max_num_seqs
         if places is None:
             self.skip("info() tells no max_num_seqs")
+        if self.harness.engine.scheduler_stats() is None:
+            self.skip("the engine has no scheduler_stats() of its own")
         for index in range(self.many):
             self.add(index)
         most = 0

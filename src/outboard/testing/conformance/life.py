@@ -29,11 +29,10 @@ class LifeChecks(Suite):
         )
 
     def test_has_work_changes_nothing(self) -> None:
-        record = self.add(0)
+        self.add(0)
         answers = {self.harness.engine.has_work() for _ in range(100)}
         contract(answers == {True}, "has_work() must only look: it is asked before every step.", f"answers {answers}")
         self.settle()
-        contract(record.finished, "has_work() must only look.", "the request never ended")
 
     def test_a_request_ends(self) -> None:
         record = self.add(0)
@@ -62,15 +61,13 @@ class LifeChecks(Suite):
         self.settle()
         self.no_strays("Nothing is added to outputs for a request after abort_requests() named it.")
 
-    def test_queue_time_is_told_once_at_most(self) -> None:
+    def test_queue_time_is_told_before_the_first_output(self) -> None:
         self.add(0)
         outputs = []
         for _ in range(self.max_steps):
             if not self.harness.engine.has_work():
                 break
             outputs += self.harness.step()
-        times = [output.queue_time for output in outputs if output.queue_time is not None]
-        contract(len(times) <= 1, "outputs.scheduled() counts once a request.", f"queue times {times}")
         produced = [bool(output.new_token_ids) or output.result is not None for output in outputs]
         late = any(output.queue_time is not None and any(produced[:place]) for place, output in enumerate(outputs))
         contract(not late, "outputs.scheduled() comes before a request's first output.", "it came after")

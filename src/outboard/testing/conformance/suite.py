@@ -78,9 +78,10 @@ class Suite:
 
     def setup_method(self) -> None:
         cls = type(self)
-        if cls._engine is None:
-            cls._engine = self.make_engine()
-        self.harness = EngineHarness(cls._engine)
+        engine = cls.__dict__.get("_engine")  # its own: a class that it inherits from may have one too
+        if engine is None:
+            engine = cls._engine = self.make_engine()
+        self.harness = EngineHarness(engine)
 
     def teardown_method(self) -> None:
         """Empties the engine for the next test; gives it up where that does not work."""
@@ -93,7 +94,7 @@ class Suite:
 
     @classmethod
     def teardown_class(cls) -> None:
-        engine, cls._engine = cls._engine, None
+        engine, cls._engine = cls.__dict__.get("_engine"), None
         if engine is not None:
             engine.shutdown()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from outboard.engine.core import Tokenizer
 from outboard.testing.conformance.suite import Suite, contract
 
@@ -12,6 +14,8 @@ _SHOWN = 5
 
 class TokenizerChecks(Suite):
     """`tokenizer(options)`: it runs in the front end, with no engine beside it."""
+
+    _made: ClassVar[tuple[Tokenizer | None] | None] = None
 
     def test_the_tokenizer_gives_texts_back(self) -> None:
         tokenizer = self._tokenizer()
@@ -78,7 +82,11 @@ class TokenizerChecks(Suite):
         )
 
     def _tokenizer(self) -> Tokenizer:
-        tokenizer = type(self.harness.engine).tokenizer(dict(self.options))
+        """One for all tests of a class, made in the first: some take seconds."""
+        made: tuple[Tokenizer | None] | None = type(self).__dict__.get("_made")
+        if made is None:
+            made = type(self)._made = (type(self.harness.engine).tokenizer(dict(self.options)),)
+        (tokenizer,) = made
         if tokenizer is None:
             self.skip("the engine has no tokenizer")
         return tokenizer

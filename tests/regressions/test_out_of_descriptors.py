@@ -1,0 +1,35 @@
+"""Out of file descriptors: start-up raises ZeroMQ's own error and leaves its session directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import os, resource, outboard
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+for spare in range(0, 24):
+    held = []
+    try:
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    for fd in held[:spare]:
+        os.close(fd)
+    try:
+        outboard.AsyncMPClient("echo").shutdown()
+    except Exception as error:
+        assert isinstance(error, (outboard.OutboardError, OSError)), repr(error)
+    for fd in held[spare:]:
+        os.close(fd)
+"""
+
+
+def test_no_descriptors_left(short_tmp: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(short_tmp)}
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=45, env=env)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert not list(short_tmp.iterdir())
