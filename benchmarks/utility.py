@@ -217,18 +217,18 @@ def report_latency(samples: Sequence[Latency], heading: str) -> None:
 
 def report_cost(samples: Sequence[Cost], heading: str) -> None:
     columns = ["design"]
-    for title in ("calls/s", "calls/CPU-s", "client CPU us/call", "engine CPU us/call"):
+    for title in ("k calls/s", "k calls/CPU-s", "client CPU us/call", "engine CPU us/call"):
         columns += [title, "of plain"]
     rows = []
     for design in AT_ONCE:
         row = [design]
-        for field, digits in (
-            ("calls_per_second", 0),
-            ("calls_per_cpu_second", 0),
-            ("client_cpu_us", 1),
-            ("engine_cpu_us", 1),
+        for field, scale in (
+            ("calls_per_second", 1000.0),
+            ("calls_per_cpu_second", 1000.0),
+            ("client_cpu_us", 1.0),
+            ("engine_cpu_us", 1.0),
         ):
-            row.append(spread([getattr(s, field) for s in samples if s.design == design]).text(digits=digits))
+            row.append(spread([getattr(s, field) for s in samples if s.design == design]).text(1, scale))
             row.append(f"{ratio(samples, field, design, 'plain'):.2f}")
         rows.append(row)
     measured = ratio(samples, "calls_per_cpu_second", "utility", "plain")

@@ -188,8 +188,9 @@ def test_any_mixture_of_arrays(specs: list[tuple[str, tuple[int, ...]]]) -> None
         np.array([[1, "x"]], dtype=object),
         np.zeros(0, dtype=object),
         np.zeros(3, dtype=[("a", "i4"), ("b", "f8")]),
+        np.zeros(2, "V0"),
     ],
-    ids=["object", "mixed", "empty object", "structured"],
+    ids=["object", "mixed", "empty object", "structured", "items of no bytes"],
 )
 def test_object_and_structured_arrays_are_refused(array: np.ndarray[Any, Any]) -> None:
     with pytest.raises(TypeError, match=r"numpy array of dtype .* cannot be sent: its items are not plain"):

@@ -183,16 +183,19 @@ class AsyncMPClient(MPClient):
             UtilityError: an argument cannot be sent.
             EngineDeadError: the engine core is gone, or went before it answered.
         """
-        self._check_rank(rank)
-        self._ensure_output_queue_task()
+        if rank is not None:
+            self._check_rank(rank)
+        loop = self._ensure_output_queue_task()
         self.validate_alive()
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = loop.create_future()
         call_id = self._sender.call(future, method, args, kwargs)
         try:
+            if timeout is None:
+                return self._typed(method, await future)
             async with asyncio.timeout(timeout) as scope:
                 result = await future
         except TimeoutError:
-            if not scope.expired():
+            if timeout is None or not scope.expired():
                 raise
             raise UtilityTimeoutError(f"utility call {method!r} was not answered within {timeout:g} s") from None
         finally:
@@ -224,12 +227,12 @@ class AsyncMPClient(MPClient):
 
     # --- inside ---
 
-    def _ensure_output_queue_task(self) -> None:
-        """Attaches to the running loop, where that has not happened yet."""
+    def _ensure_output_queue_task(self) -> asyncio.AbstractEventLoop:
+        """Attaches to the running loop, where that has not happened yet; the loop."""
         loop = asyncio.get_running_loop()
         resources = self._resources
         if resources.loop is loop:
-            return
+            return loop
         if resources.loop is not None:
             raise RuntimeError("this client belongs to another event loop; build one client for each loop")
         resources.loop = loop
@@ -238,6 +241,7 @@ class AsyncMPClient(MPClient):
             assert resources.reader is not None and resources.monitor is not None  # the constructor made them
             resources.reader.attach(loop)
             resources.monitor.attach(loop)
+        return loop
 
     def _send_input(self, request_type: EngineCoreRequestType, message: Any) -> Awaitable[None]:
         """Sends a message; the awaitable is done: ZeroMQ or the outbox holds it."""

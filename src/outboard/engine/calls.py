@@ -7,6 +7,7 @@ is.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import typing
@@ -46,11 +47,16 @@ def convert_arguments(
     Raises:
         UtilityError: an argument does not fit; names it. Wrong numbers and names of arguments are left to the call.
     """
-    hints = _hints(method)
+    if not args and not kwargs:
+        return args, kwargs
+    function = getattr(method, "__func__", method)
+    hints = _hints(function)
     if not hints:
         return args, kwargs
+    # Of the plain function, so that it can be kept; `self` is whatever comes first, and is taken off again below.
+    leading = () if function is method else (None,)
     try:
-        bound = inspect.signature(method).bind(*args, **kwargs)
+        bound = _signature(function).bind(*leading, *args, **kwargs)
     except TypeError:
         return args, kwargs
     for name, value in bound.arguments.items():
@@ -62,12 +68,12 @@ def convert_arguments(
         except msgspec.ValidationError as error:
             wanted = inspect.formatannotation(hints[name])
             raise UtilityError(f"argument {name!r} of {method.__name__!r} does not fit {wanted}: {error}") from None
-    return list(bound.args), bound.kwargs
+    return list(bound.args[len(leading) :]), bound.kwargs
 
 
 def return_type(method: Callable[..., Any]) -> Any:
     """What a method's annotation says that it returns; the result's type where that is a future. `Any`: not said."""
-    wanted = _hints(method).get("return", Any)
+    wanted = _hints(getattr(method, "__func__", method)).get("return", Any)
     origin = typing.get_origin(wanted)
     if inspect.isclass(origin) and origin.__name__ == "Future":
         (wanted,) = typing.get_args(wanted)
@@ -87,6 +93,10 @@ def _needs_conversion(wanted: Any) -> bool:
     return any(map(_needs_conversion, arguments))
 
 
+_signature = functools.lru_cache(maxsize=256)(inspect.signature)
+
+
+@functools.lru_cache(maxsize=256)
 def _hints(method: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(method)

@@ -139,9 +139,10 @@ class BusyLoop:
             timeout = retry_after if timeout is None else min(timeout, retry_after)
         try:
             item = inbox.get(timeout=timeout) if self._idle else inbox.get_nowait()
-            while True:
-                self._handlers[type(item)](item)
+            self._handlers[type(item)](item)
+            while not inbox.empty():
                 item = inbox.get_nowait()
+                self._handlers[type(item)](item)
         except Empty:
             pass
 

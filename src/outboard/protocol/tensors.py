@@ -173,7 +173,7 @@ def pack_array(value: np.ndarray[Any, Any], outlet: Outlet) -> msgspec.msgpack.E
     dtype = value.dtype
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("a masked numpy array cannot be sent: its mask would be lost; send data and mask apart")
-    if dtype.hasobject or dtype.names is not None:
+    if dtype.hasobject or dtype.names is not None or not dtype.itemsize:
         raise TypeError(f"a numpy array of dtype {dtype} cannot be sent: its items are not plain numbers or text")
     if np.dtype(dtype.str) != dtype:
         raise TypeError(f"a numpy array of dtype {dtype} cannot be sent: numpy alone does not know that type")

@@ -111,7 +111,12 @@ class InputReceiver:
     def receive(self) -> list[Buffer] | None:
         """The frames of the next message; blocks. None once the context is terminated: the socket is then closed."""
         try:
-            return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+            frames: list[Buffer] = []
+            while True:  # `recv_multipart` would ask the socket for what each frame knows: whether there are more
+                frame = SocketBase.recv(self._socket, copy=False)
+                frames.append(frame.buffer)
+                if not frame.more:
+                    return frames
         except zmq.ContextTerminated:
             self._socket.close(linger=0)
             return None
