@@ -133,7 +133,7 @@ def test_what_it_says_of_itself(engine: OpenVINOEngine) -> None:
     info = engine.info()
     assert (info.max_model_len, info.vocab_size, info.max_num_seqs) == (8192, 49152, 16)
     assert info.model == "smollm2-135m"
-    assert list(utility_methods(engine)) == ["get_metrics"]
+    assert "get_metrics" in utility_methods(engine)
     assert set(engine.get_metrics()) >= {"requests", "scheduled_requests", "cache_usage", "cache_size_in_bytes"}
 
 
