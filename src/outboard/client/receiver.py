@@ -152,7 +152,9 @@ class Receiver(ABC):
         else:
             fits = len(message.counts) == handles and sum(message.counts) == len(message.tokens)
             fits = fits and min(message.counts, default=0) >= 0
-        return fits and all(0 <= position < handles for position, _, _ in message.finished or ())
+        if message.finished:
+            fits = fits and all(0 <= position < handles for position, _, _ in message.finished)
+        return fits
 
     def _accept(self, message: EngineCoreOutputs) -> None:
         if message.utility_output is not None:

@@ -121,11 +121,12 @@ class Sender:
 
     def _encode(self, message: Any) -> list[Buffer]:
         frames = self._encoder.encode(message)
-        try:
-            check_size(frames, self._max_message_bytes)
-        except ValueError:
-            self._encoder.give_back(frames[0])
-            raise
+        if len(frames) > 1 or len(frames[0]) > self._max_message_bytes:
+            try:
+                check_size(frames, self._max_message_bytes)
+            except ValueError:
+                self._encoder.give_back(frames[0])
+                raise
         return frames
 
 

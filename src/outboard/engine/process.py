@@ -166,7 +166,8 @@ class _Port:
             self._unsent = None
         frames = self._encoder.encode(message)
         self._unsent = frames[0]
-        check_size(frames, self._max_message_bytes)
+        if len(frames) > 1 or len(frames[0]) > self._max_message_bytes:
+            check_size(frames, self._max_message_bytes)
         return frames
 
     def send(self, frames: Sequence[Buffer]) -> bool:

@@ -70,7 +70,8 @@ class Outbox:
         """
         if self._socket.closed:
             return  # as to a peer that is gone
-        self.free_sent()
+        if self.tracked:
+            self.free_sent()
         if self._held or not self._try_send(frames):
             self._held.append((key, frames))
             self._schedule()
@@ -123,14 +124,12 @@ class Outbox:
             return False
         self.unreachable = False
         # The identity reserved the place of all frames: the rest cannot be refused.
-        last = len(frames) - 1
-        trackers = []
-        for position, frame in enumerate(frames):
-            flags = _MORE if position < last else 0
-            if position < 2:
-                send(frame, flags)
-            else:
-                trackers.append(socket.send(frame, flags, copy=False, track=True))
-        if trackers:
-            self.tracked.append((zmq.MessageTracker(*trackers), frames))
+        send(frames[0], _MORE)
+        if len(frames) == 2:  # type and body: most messages have no more
+            send(frames[1])
+            return True
+        send(frames[1], _MORE)
+        trackers = [socket.send(frame, _MORE, copy=False, track=True) for frame in frames[2:-1]]
+        trackers.append(socket.send(frames[-1], copy=False, track=True))
+        self.tracked.append((zmq.MessageTracker(*trackers), frames))
         return True
