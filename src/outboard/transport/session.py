@@ -39,7 +39,10 @@ class SessionDirectory:
 
     def remove(self) -> None:
         """Removes the directory and what is in it; does nothing where it is gone. Never raises."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        try:
+            self.path.rmdir()  # enough where start-up failed early; needs no file descriptor, of which none may be left
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _make_directory() -> Path:
