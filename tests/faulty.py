@@ -202,3 +202,26 @@ class SleepyEngine(EchoEngine):
     @utility
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
+
+
+class SlowStepEngine(MockEngine):
+    """Its steps take as long as it is told, and say that they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__(step_ms=0.2)
+        self._seconds = 0.0
+
+    def step(self, outputs: OutputBatch) -> None:
+        deadline = time.monotonic() + self._seconds
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            self.progress()
+        super().step(outputs)
+
+    @utility
+    def slow_steps(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @utility
+    def never(self) -> Future[None]:
+        return Future()

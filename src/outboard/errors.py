@@ -16,16 +16,21 @@ OutboardError
  │    ├── UtilityTimeoutError    no answer within the caller's timeout (a TimeoutError)
  │    └── RemoteError            the method raised; carries its type, message and traceback
  ├── ProtocolError               a peer sent something that this version cannot take
+ ├── EngineStalledError          the engine core makes no progress; says for how long, and what it does
+ ├── EngineRestartingError       too many requests wait for an engine core that is being started again (retryable)
  └── EngineDeadError             the engine core is gone; says which, how and why
+      ├── EngineRestartedError   it died, and is being started again (retryable)
       ├── EngineStartupError     it died or was refused before it was ready
       │    └── EngineStartupTimeout
       └── ClientClosedError      the client was shut down; nothing died
+
+`error.retryable` says whether the same request may succeed when it is simply made again.
 """
 
 from __future__ import annotations
 
 import signal as _signal
-from typing import Self
+from typing import ClassVar, Self
 
 __all__ = [
     "ClientClosedError",
@@ -34,6 +39,9 @@ __all__ = [
     "EngineDeadError",
     "EngineNotFoundError",
     "EngineOptionError",
+    "EngineRestartedError",
+    "EngineRestartingError",
+    "EngineStalledError",
     "EngineStartupError",
     "EngineStartupTimeout",
     "InvalidRequestError",
@@ -52,7 +60,13 @@ __all__ = [
 
 
 class OutboardError(Exception):
-    """Base of every error of this library."""
+    """Base of every error of this library.
+
+    Attributes:
+        retryable: whether the same request may succeed when it is simply made again.
+    """
+
+    retryable: ClassVar[bool] = False
 
 
 class ConfigError(OutboardError, ValueError):
@@ -130,6 +144,37 @@ class ProtocolError(OutboardError):
     """A peer sent something that this version of the protocol cannot take."""
 
 
+class EngineStalledError(OutboardError):
+    """An engine core makes no progress although it has work; it may come back.
+
+    Attributes:
+        rank, incarnation: which one.
+        age: seconds since it last gave a sign of progress.
+        process: what the system says of it: "stopped", "blocked", "running", "sleeping" or "gone".
+        stack: its Python stacks; "" where it could not give any.
+    """
+
+    def __init__(
+        self, reason: str, *, rank: int = 0, incarnation: int = 0, age: float = 0.0, process: str = "", stack: str = ""
+    ) -> None:
+        super().__init__(reason)
+        self.rank = rank
+        self.incarnation = incarnation
+        self.age = age
+        self.process = process
+        self.stack = stack
+
+    def __str__(self) -> str:
+        reason = str(self.args[0])
+        return f"{reason}\n\nWhere it is:\n{self.stack.rstrip()}" if self.stack else reason
+
+
+class EngineRestartingError(OutboardError):
+    """An engine core is being started again, and `max_queued` requests wait for it already."""
+
+    retryable = True
+
+
 class EngineDeadError(OutboardError):
     """An engine core is gone, and what waited for it has ended.
 
@@ -191,6 +236,12 @@ class EngineDeadError(OutboardError):
         if self.stderr_tail:
             lines += ["", "The last of its stderr:", self.stderr_tail.rstrip()]
         return "\n".join(lines)
+
+
+class EngineRestartedError(EngineDeadError):
+    """An engine core died, and is being started again; what it was at has ended."""
+
+    retryable = True
 
 
 class EngineStartupError(EngineDeadError):

@@ -64,7 +64,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def all_free(client: Any) -> bool:
-    memory = client._resources.memory
+    memory = client._membership.links[0]._memory
     return (memory.pool.held, memory.reader.held) == (0, 0)
 
 
@@ -195,7 +195,7 @@ def test_every_dtype_in_every_way(echo: Echo, dtype: str, count: int) -> None:
 
 def test_by_default_one_mib_is_a_frame_and_more_is_shared(run: Run) -> None:
     async def body(client: AsyncMPClient) -> None:
-        memory: Any = client._resources.memory
+        memory: Any = client._membership.links[0]._memory
         for size, shared in [(64 * KIB, 0), (64 * KIB + 1, 0), (MIB, 0), (MIB + 1, 1)]:
             answer = (await client.call_utility_async("echo", np.full(size, 7, np.uint8)))[0][0]
             assert answer.nbytes == size and (answer == 7).all()
@@ -235,7 +235,7 @@ def test_only_the_bytes_of_a_view_travel(run: Run) -> None:
         big = np.zeros((1000, 64 * KIB), np.uint8)
         for view in (big[3], big[5:7, ::2]):
             await client.call_utility_async("echo", view)
-        memory: Any = client._resources.memory
+        memory: Any = client._membership.links[0]._memory
         assert memory.pool.reserved <= 512 * KIB  # one slot for each
 
     on_client(run, body)
@@ -270,7 +270,7 @@ def test_where_shared_memory_has_no_room_arrays_are_frames(run: Run, limit: int)
             await client.call_utility_async("keep", array)  # and there
         assert all((array == 3).all() for array in held)
         assert await client.call_utility_async("drop") == [3 * 300 * KIB] * 5
-        memory = client._resources.memory
+        memory = client._membership.links[0]._memory
         if limit:
             assert memory.reader is not None and memory.reader.held == 2
             held.clear()
@@ -308,10 +308,12 @@ def test_requests_taken_back_from_the_outbox_free_their_slots(run: Run) -> None:
             names = [str(number) for number in range(10)]
             array = np.zeros(20 * KIB, np.uint8)
             while not client.stats()["outbox"]:  # until ZeroMQ and the kernel take no more
-                await client._send_input(EngineCoreRequestType.ABORT, AbortRequests(client._epoch, [10**6] * 10000))
+                await client._send_input(
+                    EngineCoreRequestType.ABORT, AbortRequests(client._membership.links[0].epoch, [10**6] * 10000)
+                )
             for name in names:
                 await client.add_request_async(EngineCoreRequest(request_id=name, inputs=array))
-            memory: Any = client._resources.memory
+            memory: Any = client._membership.links[0]._memory
             assert memory.pool.held == 10
             await client.abort_requests_async(names)
             assert memory.pool.held == 0
@@ -330,7 +332,7 @@ def test_views_outlive_the_engine_core_and_the_client(run: Run) -> None:
         psutil.Process(client.core_engines[0].pid).kill()
         with pytest.raises(EngineDeadError):
             await client.call_utility_async("never")
-        memory = client._resources.memory
+        memory = client._membership.links[0]._memory
         assert memory.pool is not None and memory.pool.lease(1) is None  # the epoch is over
 
     on_client(run, body)

@@ -1,216 +1,26 @@
-"""The busy loop with a small engine, a port that refuses on command, and no process.
-
-The inbox of these tests never blocks: where the loop would sleep until something arrives, it raises `Asleep`; where it
-would wait for a time, it notes how long and goes on at once.
-"""
+"""The busy loop and one client; see loop_driver.py."""
 
 from __future__ import annotations
 
 import threading
-from array import array
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loop_driver import EPOCH, Asleep, Core, Engine, Port
 
-from outboard import EngineCore, EngineCoreRequest, OutputBatch, utility
-from outboard.engine.loop import BadRequest, BusyLoop, Stop
+from outboard import OutputBatch
+from outboard.engine.events import BadCall, BadRequest, ClientJoined, Stop
+from outboard.engine.loop import BusyLoop
 from outboard.errors import InvalidRequestError
-from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
-from outboard.protocol.messages import (
-    AbortRequests,
-    AddRequest,
-    EngineCoreOutputs,
-    SchedulerStats,
-    UtilityCall,
-    UtilityOutput,
-)
+from outboard.protocol.messages import AddRequest, SchedulerStats, UtilityCall, UtilityOutput
+from outboard.protocol.progress import ProgressPage
 from outboard.protocol.sampling import SamplingParams
-
-EPOCH = 0xABC
-RANK = 3
-
-
-class Asleep(Exception):
-    """The loop has nothing to do and would sleep until something arrives."""
-
-
-class Inbox(SimpleQueue):  # type: ignore[type-arg]
-    """Notes for how long the loop would have waited."""
-
-    def __init__(self) -> None:
-        self.waits: list[float] = []
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        if not self.empty():
-            return super().get_nowait()
-        if timeout is None:
-            raise Asleep
-        self.waits.append(timeout)
-        raise Empty
-
-
-class Port:
-    """Keeps what is sent, as a client decodes it.
-
-    Attributes:
-        open: whether it takes anything.
-        refuse_sends: how many messages `send` refuses although `writable` said yes.
-    """
-
-    def __init__(self) -> None:
-        self.messages: list[EngineCoreOutputs] = []
-        self.open = True
-        self.refuse_sends = 0
-        self.encoded = 0
-        self.asked = 0
-        self._encode = MsgpackEncoder(inline_bytes=64).encode
-        self._decoder: MsgpackDecoder[EngineCoreOutputs] = MsgpackDecoder(EngineCoreOutputs)
-
-    def encode(self, message: EngineCoreOutputs) -> Sequence[Any]:
-        self.encoded += 1
-        return self._encode(message)
-
-    def writable(self) -> bool:
-        self.asked += 1
-        return self.open
-
-    def send(self, frames: Sequence[Any]) -> bool:
-        if self.refuse_sends or not self.open:
-            self.refuse_sends = max(0, self.refuse_sends - 1)
-            return False
-        self.messages.append(self._decoder.decode(frames[0], frames[1:]))
-        return True
-
-
-class Engine(EngineCore):
-    """Returns each request's prompt, one token a step, then stops; `sampling_params.seed` counts as stop reason."""
-
-    def __init__(self) -> None:
-        self.requests: dict[str, list[int]] = {}
-        self.events: list[Any] = []
-        self.refuse: Exception | None = None
-        self.on_step: Callable[[OutputBatch], None] | None = None
-        self.stats: SchedulerStats | None = None
-        self.futures: list[Future[Any]] = []
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        self.events.append(("add", request.external_req_id))
-        if self.refuse is not None:
-            raise self.refuse
-        assert request.request_id not in self.requests
-        assert isinstance(request.prompt_token_ids, array)
-        self.requests[request.request_id] = list(request.prompt_token_ids)
-
-    def abort_requests(self, request_ids: Sequence[str]) -> None:
-        self.events.append(("abort", len(request_ids)))
-        for request_id in request_ids:
-            self.requests.pop(request_id, None)
-
-    def has_work(self) -> bool:
-        return bool(self.requests)
-
-    def step(self, outputs: OutputBatch) -> None:
-        self.events.append("step")
-        if self.on_step is not None:
-            self.on_step(outputs)
-        outputs.extend(list(self.requests), [tokens.pop(0) for tokens in self.requests.values()])
-        for request_id in [request_id for request_id, tokens in self.requests.items() if not tokens]:
-            del self.requests[request_id]
-            outputs.add(request_id, finish_reason="stop", stop_reason=1)
-
-    def scheduler_stats(self) -> SchedulerStats | None:
-        return self.stats
-
-    @utility
-    def echo(self, *args: Any, **kwargs: Any) -> Any:
-        self.events.append(("echo", *args))
-        return [list(args), kwargs]
-
-    @utility
-    def boom(self) -> None:
-        raise self.refuse or LookupError("no such thing")
-
-    @utility
-    def later(self) -> Future[Any]:
-        self.futures.append(Future())
-        return self.futures[-1]
-
-    @utility
-    def set_stats(self, waiting: int) -> None:
-        self.stats = SchedulerStats(waiting=waiting)
-
-    @utility
-    def unsendable(self) -> Any:
-        return {"deep": object()}
-
-    def secret(self) -> None:
-        raise AssertionError("called from outside")
-
-
-class Core:
-    """A loop with all that belongs to it."""
-
-    def __init__(self) -> None:
-        self.engine = Engine()
-        self.inbox = Inbox()
-        self.port = Port()
-        self.loop = BusyLoop(self.engine, self.inbox, self.port, rank=RANK, epoch=EPOCH)
-
-    def add(self, handle: int, tokens: Sequence[int] = (1, 2, 3), request_id: str = "") -> None:
-        prompt = array("i", tokens).tobytes()
-        self.inbox.put(AddRequest(EPOCH, handle, request_id or f"r{handle}", prompt, SamplingParams()))
-
-    def abort(self, *handles: int) -> None:
-        self.inbox.put(AbortRequests(EPOCH, list(handles)))
-
-    def call(self, call_id: int, method: str, *args: Any, **kwargs: Any) -> None:
-        self.inbox.put(UtilityCall(EPOCH, call_id, method, list(args), kwargs))
-
-    def settle(self, limit: int = 200) -> None:
-        """Turns until the loop would sleep."""
-        for _ in range(limit):
-            try:
-                self.loop.turn()
-            except Asleep:
-                return
-        raise AssertionError("the loop does not come to rest")
-
-    # --- what a client sees ---
-
-    def sent(self) -> dict[int, list[Any]]:
-        """All that was sent, by handle: tokens, and at the end the finish reason. Checks the messages."""
-        found: dict[int, list[Any]] = defaultdict(list)
-        for number, message in enumerate(self.port.messages):
-            assert (message.sequence, message.epoch, message.engine_index) == (number, EPOCH, RANK)
-            message.request_ids = [str(handle) for handle in message.handles]
-            for output in message.outputs:
-                handle = int(output.request_id)
-                assert not (found[handle] and isinstance(found[handle][-1], str)), "an output behind the end"
-                found[handle] += output.new_token_ids
-                if output.finish_reason is not None:
-                    found[handle].append(output.finish_reason)
-        return dict(found)
-
-    def answers(self) -> list[UtilityOutput]:
-        return [message.utility_output for message in self.port.messages if message.utility_output is not None]
-
-    def errors(self) -> dict[int, str]:
-        return {
-            message.handles[position]: text
-            for message in self.port.messages
-            if message.extras is not None
-            for position, text in message.extras.errors.items()
-        }
-
-    def stats(self) -> list[SchedulerStats]:
-        return [message.scheduler_stats for message in self.port.messages if message.scheduler_stats is not None]
 
 
 @pytest.fixture
@@ -327,7 +137,7 @@ def test_a_request_that_the_engine_refuses_fails_alone(core: Core, error: Except
 
 def test_a_bad_request_fails_alone(core: Core) -> None:
     core.add(0, [1])
-    core.inbox.put(BadRequest(1, "undecodable"))
+    core.send(BadRequest(1, "undecodable"))
     core.settle()
     assert core.sent() == {0: [1, "stop"], 1: ["error"]}
     assert core.errors() == {1: "undecodable"}
@@ -337,9 +147,27 @@ def test_a_bad_request_fails_alone(core: Core) -> None:
 def test_a_prompt_with_a_part_of_a_token_fails_alone(core: Core) -> None:
     """One bad ADD fails that one request (DESIGN.md, section 8)."""
     core.add(0, [1])
-    core.inbox.put(AddRequest(EPOCH, 1, "r1", b"12345", SamplingParams()))
+    core.send(AddRequest(EPOCH, 1, "r1", b"12345", SamplingParams()))
     core.settle()
     assert core.sent() == {0: [1, "stop"], 1: ["error"]}
+
+
+def test_a_handle_that_is_in_use_is_not_taken_twice(core: Core) -> None:
+    """A client never does that; whatever does must not end the engine core."""
+    core.add(0, [1, 2])
+    core.add(0, [7])
+    core.send(BadRequest(0, "undecodable"))
+    core.settle()
+    assert core.sent() == {0: [1, 2, "stop"]}
+    assert core.engine.events.count(("add", "r0")) == 1
+
+
+def test_a_message_that_was_dropped_does_nothing(core: Core) -> None:
+    core.send(None)
+    core.add(0, [1])
+    core.send(None)
+    core.settle()
+    assert core.sent() == {0: [1, "stop"]}
 
 
 def test_an_error_text_that_utf8_cannot_hold_fails_alone(core: Core) -> None:
@@ -507,6 +335,15 @@ def test_only_marked_methods_can_be_called(core: Core, method: str) -> None:
     assert f"no utility method {method!r}" in answer.error.message
     for name in ("boom", "echo", "later", "set_stats", "unsendable", "pause_generation"):
         assert name in answer.error.message
+
+
+def test_a_bad_call_is_answered(core: Core) -> None:
+    core.send(BadCall(3, "undecodable"))
+    core.settle()
+    [answer] = core.answers()
+    assert answer.call_id == 3
+    assert answer.error is not None
+    assert (answer.error.type, answer.error.message) == ("outboard.errors.ProtocolError", "undecodable")
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_of_that_call(core: Core) -> None:
@@ -748,8 +585,9 @@ def test_stop_ends_the_loop_with_a_port_that_never_opens_again(core: Core) -> No
 def test_a_sleeping_loop_is_woken_by_its_queue() -> None:
     """With a real queue and a thread: requests, a deferred result and the end all wake it."""
     engine, inbox, port = Engine(), SimpleQueue[Any](), Port()
-    thread = threading.Thread(target=BusyLoop(engine, inbox, port).run, daemon=True)
+    thread = threading.Thread(target=BusyLoop(engine, inbox, ProgressPage(shared=False)).run, daemon=True)
     thread.start()
+    inbox.put(ClientJoined(0, 0, port))
     asked = threading.Event()
     engine.later = None  # type: ignore[assignment,method-assign]
     answered = threading.Event()
@@ -762,8 +600,8 @@ def test_a_sleeping_loop_is_woken_by_its_queue() -> None:
         return taken
 
     port.send = notice  # type: ignore[method-assign]
-    inbox.put(UtilityCall(0, 1, "later", [], {}))
-    inbox.put(UtilityCall(0, 0, "echo", [], {}))
+    inbox.put((0, UtilityCall(0, 1, "later", [], {})))
+    inbox.put((0, UtilityCall(0, 0, "echo", [], {})))
     assert asked.wait(10)
     engine.futures[0].set_result("x")
     assert answered.wait(10)
@@ -821,7 +659,7 @@ def test_each_live_request_gets_exactly_its_tokens_in_order(script: list[tuple[s
             expected[handle] = ["error"]
             handle += 1
         elif name == "bad request":
-            core.inbox.put(BadRequest(handle, "bad"))
+            core.send(BadRequest(handle, "bad"))
             expected[handle] = ["error"]
             handle += 1
         else:
@@ -835,6 +673,5 @@ def test_each_live_request_gets_exactly_its_tokens_in_order(script: list[tuple[s
         assert got == (tokens[: len(got)] if number in aborted else tokens)
     assert set(sent) <= set(expected)
     assert [answer.call_id for answer in core.answers()] == list(range(calls))
-    assert all(core.loop._batch.request_id(number) is None for number in expected)
     assert len(core.loop._batch) == 0
     assert all(stats.running <= handle for stats in core.stats())

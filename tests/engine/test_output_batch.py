@@ -9,41 +9,44 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outboard.engine.core import OutputBatch
+from outboard.engine.batch import Columns, OutputBatch
 from outboard.protocol.messages import EngineCoreOutput, EngineCoreOutputs
 
 
-def opened(*request_ids: str) -> OutputBatch:
-    """A batch with these requests open, their handles 10, 11, ..."""
-    batch = OutputBatch()
-    for handle, request_id in enumerate(request_ids, 10):
-        batch.open(request_id, handle)
-    return batch
+class Batch(OutputBatch):
+    """A batch with these requests open, their handles 10, 11, ..., all of one client."""
+
+    def __init__(self, *request_ids: str) -> None:
+        super().__init__()
+        self.columns = Columns()
+        for handle, request_id in enumerate(request_ids, 10):
+            self.open(request_id, handle, self.columns)
 
 
-def columns(batch: OutputBatch) -> tuple[list[int], list[int], list[int] | None]:
-    return batch.handles, batch.tokens, batch.counts
+def columns(batch: Batch | Columns) -> tuple[list[int], list[int], list[int] | None]:
+    found = batch.columns if isinstance(batch, Batch) else batch
+    return found.handles, found.tokens, found.counts
 
 
-def objects(batch: OutputBatch) -> list[EngineCoreOutput]:
+def objects(found: Columns) -> list[EngineCoreOutput]:
     """What a client makes of it; request ids are the handles."""
-    message = EngineCoreOutputs(0, 0, 0, 0.0, batch.handles, batch.tokens, batch.counts, batch.finished, batch.extras)
-    message.request_ids = [str(handle) for handle in batch.handles]
+    message = EngineCoreOutputs(0, 0, 0, 0.0, found.handles, found.tokens, found.counts, found.finished, found.extras)
+    message.request_ids = [str(handle) for handle in found.handles]
     return message.outputs
 
 
 def test_extend_adds_one_token_each() -> None:
-    batch = opened("a", "b", "c")
+    batch = Batch("a", "b", "c")
     batch.extend(["a", "c"], [1, 2])
     batch.extend(("b",), (3,))
     batch.extend([], [])
     assert columns(batch) == ([10, 12, 11], [1, 2, 3], None)
-    assert batch.finished is None
-    assert batch.extras is None
+    assert batch.columns.finished is None
+    assert batch.columns.extras is None
 
 
 def test_extend_skips_requests_that_are_closed_or_unknown() -> None:
-    batch = opened("a", "b", "c")
+    batch = Batch("a", "b", "c")
     batch.close("b")
     batch.extend(["a", "b", "c", "never heard of"], [1, 2, 3, 4])
     assert columns(batch) == ([10, 12], [1, 3], None)
@@ -52,16 +55,16 @@ def test_extend_skips_requests_that_are_closed_or_unknown() -> None:
 
 
 def test_add_keeps_no_counts_while_there_is_one_token_each() -> None:
-    batch = opened("a", "b")
+    batch = Batch("a", "b")
     batch.add("a", [1])
     batch.add("b", (2,), finish_reason="stop", stop_reason=2)
     assert columns(batch) == ([10, 11], [1, 2], None)
-    assert batch.finished == [(1, "stop", 2)]
+    assert batch.columns.finished == [(1, "stop", 2)]
 
 
 @pytest.mark.parametrize("tokens", [[], [7, 8]], ids=["none", "two"])
 def test_counts_appear_with_the_first_other_number_of_tokens(tokens: list[int]) -> None:
-    batch = opened("a", "b")
+    batch = Batch("a", "b")
     batch.extend(["a", "b"], [1, 2])
     batch.add("a", tokens)
     batch.extend(["a", "b"], [3, 4])
@@ -70,13 +73,13 @@ def test_counts_appear_with_the_first_other_number_of_tokens(tokens: list[int]) 
 
 
 def test_counts_appear_at_once_in_an_empty_batch() -> None:
-    batch = opened("a")
+    batch = Batch("a")
     batch.add("a", [1, 2])
     assert columns(batch) == ([10], [1, 2], [2])
 
 
 def test_extend_with_closed_requests_where_there_are_counts() -> None:
-    batch = opened("a", "b")
+    batch = Batch("a", "b")
     batch.add("a", [])
     batch.close("a")
     batch.extend(["a", "b"], [1, 2])
@@ -84,31 +87,31 @@ def test_extend_with_closed_requests_where_there_are_counts() -> None:
 
 
 def test_a_finished_request_is_skipped_from_then_on() -> None:
-    batch = opened("a", "b")
+    batch = Batch("a", "b")
     batch.add("a", [1], finish_reason="length")
     batch.add("a", [2])
     batch.add("a", finish_reason="stop")
     batch.extend(["a", "b"], [3, 4])
     batch.scheduled("a")
     assert columns(batch) == ([10, 11], [1, 4], None)
-    assert batch.finished == [(0, "length", None)]
+    assert batch.columns.finished == [(0, "length", None)]
     assert (len(batch), batch.open_requests) == (1, ["b"])
 
 
 def test_add_to_an_unknown_request_leaves_no_trace() -> None:
-    batch = opened("a")
+    batch = Batch("a")
     batch.add("b", [1, 2], "error", "x", [{1: 0.0}], {"r": 1}, "why", 5)
     assert columns(batch) == ([], [], None)
-    assert (batch.finished, batch.extras) == (None, None)
+    assert (batch.columns.finished, batch.columns.extras) == (None, None)
 
 
 def test_rich_fields_go_to_the_position_of_their_request() -> None:
-    batch = opened("a", "b", "c")
+    batch = Batch("a", "b", "c")
     batch.extend(["a", "b"], [1, 2])
     batch.add("c", [3], logprobs=[{3: -1.0}], num_cached_tokens=4)
     batch.add("a", finish_reason="stop", stop_reason="END", result={"x": 0})
     batch.add("b", finish_reason="error", error="why")
-    assert objects(batch) == [
+    assert objects(batch.columns) == [
         EngineCoreOutput("10", [1]),
         EngineCoreOutput("11", [2]),
         EngineCoreOutput("12", [3], new_logprobs=[{3: -1.0}], num_cached_tokens=4),
@@ -119,20 +122,20 @@ def test_rich_fields_go_to_the_position_of_their_request() -> None:
 
 @pytest.mark.parametrize("result", [0, False, "", [], {}], ids=repr)
 def test_a_result_may_be_false(result: Any) -> None:
-    batch = opened("a")
+    batch = Batch("a")
     batch.add("a", result=result)
-    assert objects(batch)[0].result == result
+    assert objects(batch.columns)[0].result == result
 
 
 @pytest.mark.parametrize(("ids", "tokens"), [(["a", "b"], [1]), (["a"], [1, 2]), (["a"], []), ([], [1])])
 def test_extend_with_as_many_ids_as_tokens_only(ids: list[str], tokens: list[int]) -> None:
     with pytest.raises(ValueError, match=f"extend.. got {len(ids)} request ids but {len(tokens)} tokens"):
-        opened("a", "b").extend(ids, tokens)
+        Batch("a", "b").extend(ids, tokens)
 
 
 def test_extend_of_wrong_lengths_with_a_closed_request() -> None:
     with pytest.raises(ValueError):
-        opened("a").extend(["a", "closed"], [1])
+        Batch("a").extend(["a", "closed"], [1])
 
 
 # --- queue times -----------------------------------------------------------------------------------------------------
@@ -140,47 +143,47 @@ def test_extend_of_wrong_lengths_with_a_closed_request() -> None:
 
 def test_scheduled_tells_the_queue_time_once() -> None:
     before = time.monotonic()
-    batch = opened("a", "b")
+    batch = Batch("a", "b")
     batch.extend(["b"], [1])
     batch.scheduled("a")
     batch.scheduled("a")
     batch.extend(["a"], [2])
     assert columns(batch) == ([11, 10, 10], [1, 2], [1, 0, 1])
-    assert batch.extras is not None
-    assert list(batch.extras.queue_times) == [1]
-    assert 0 <= batch.extras.queue_times[1] <= time.monotonic() - before
+    assert batch.columns.extras is not None
+    assert list(batch.columns.extras.queue_times) == [1]
+    assert 0 <= batch.columns.extras.queue_times[1] <= time.monotonic() - before
 
 
 def test_scheduled_after_clear_is_not_told_again() -> None:
-    batch = opened("a")
+    batch = Batch("a")
     batch.scheduled("a")
-    batch.clear()
+    batch.columns.clear()
     batch.scheduled("a")
-    assert batch.handles == []
+    assert batch.columns.handles == []
 
 
 @pytest.mark.parametrize("end", ["close", "finish", "unknown"])
 def test_scheduled_of_a_request_that_has_ended(end: str) -> None:
-    batch = opened("a")
+    batch = Batch("a")
     if end == "close":
         batch.close("a")
     elif end == "finish":
         batch.add("a", finish_reason="stop")
-        batch.clear()
+        batch.columns.clear()
     batch.scheduled("unknown" if end == "unknown" else "a")
-    assert (batch.handles, batch.extras) == ([], None)
+    assert (batch.columns.handles, batch.columns.extras) == ([], None)
 
 
 # --- life ------------------------------------------------------------------------------------------------------------
 
 
 def test_clear_forgets_columns_and_keeps_requests() -> None:
-    batch = opened("a", "b")
+    batch = Batch("a", "b")
     batch.add("a", [1, 2], finish_reason="stop", result=1)
-    sent = batch.handles
-    batch.clear()
+    sent = batch.columns.handles
+    batch.columns.clear()
     assert columns(batch) == ([], [], None)
-    assert (batch.finished, batch.extras) == (None, None)
+    assert (batch.columns.finished, batch.columns.extras) == (None, None)
     assert batch.open_requests == ["b"]
     batch.extend(["b"], [3])
     assert sent == [10]  # what was handed on is not touched
@@ -188,20 +191,20 @@ def test_clear_forgets_columns_and_keeps_requests() -> None:
 
 
 def test_an_id_may_be_opened_again_with_another_handle() -> None:
-    batch = opened("a")
+    batch = Batch("a")
     batch.close("a")
     batch.close("a")
-    batch.open("a", 99)
+    batch.open("a", 99, batch.columns)
     batch.extend(["a"], [1])
-    assert batch.handles == [99]
+    assert batch.columns.handles == [99]
 
 
 def test_the_token_columns_are_the_batch_s_own() -> None:
     tokens = [1, 2]
-    batch = opened("a", "b")
+    batch = Batch("a", "b")
     batch.extend(["a", "b"], tokens)
     tokens.clear()
-    assert batch.tokens == [1, 2]
+    assert batch.columns.tokens == [1, 2]
 
 
 ids = st.sampled_from("abcde")  # d is closed at first, e never opened
@@ -219,7 +222,7 @@ calls = st.lists(
 
 @given(calls)
 def test_any_calls_give_each_open_request_its_tokens_in_order(script: list[tuple[Any, ...]]) -> None:
-    batch = opened("a", "b", "c", "d")
+    batch = Batch("a", "b", "c", "d")
     batch.close("d")
     open_ids = {"a": "10", "b": "11", "c": "12"}
     expected: dict[str, list[int]] = {"10": [], "11": [], "12": []}
@@ -227,14 +230,14 @@ def test_any_calls_give_each_open_request_its_tokens_in_order(script: list[tuple
     ended: set[str] = set()
 
     def take() -> None:
-        if batch.counts is None:
-            assert len(batch.tokens) == len(batch.handles)
-        for output in objects(batch):
+        if batch.columns.counts is None:
+            assert len(batch.columns.tokens) == len(batch.columns.handles)
+        for output in objects(batch.columns):
             assert output.request_id not in ended
             got[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
                 ended.add(output.request_id)
-        batch.clear()
+        batch.columns.clear()
 
     token = 0
     for name, *args in script:

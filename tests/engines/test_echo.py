@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outboard.engine.core import OutputBatch
+from outboard.engine.batch import Columns, OutputBatch
 from outboard.engines.byte_tokenizer import ByteTokenizer
 from outboard.engines.echo import EchoEngine
 from outboard.errors import EngineOptionError, InvalidRequestError, PromptTooLongError
@@ -22,38 +22,40 @@ class Driver:
     def __init__(self, engine: EchoEngine) -> None:
         self.engine = engine
         self.batch = OutputBatch()
+        self.columns = Columns()
         self.ids: list[str] = []
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, tuple[str, Any]] = {}
         self.results: dict[str, Any] = {}
         self.scheduled: list[str] = []
 
-    def add(self, request_id: str, prompt: list[int], inputs: Any = None, **params: Any) -> None:
+    def add(self, request_id: str, prompt: list[int], inputs: Any = None, said: int = 0, **params: Any) -> None:
         self.engine.add_request(
             EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=array("i", prompt),
                 inputs=inputs,
                 sampling_params=SamplingParams(**params),
+                num_output_tokens=said,
             )
         )
-        self.batch.open(request_id, len(self.ids))
+        self.batch.open(request_id, len(self.ids), self.columns)
         self.ids.append(request_id)
 
     def step(self) -> None:
-        batch = self.batch
-        self.engine.step(batch)
-        ids = [self.ids[handle] for handle in batch.handles]
+        self.engine.step(self.batch)
+        columns = self.columns
+        ids = [self.ids[handle] for handle in columns.handles]
         start = 0
-        for request_id, count in zip(ids, batch.counts or [1] * len(ids), strict=True):
-            self.tokens.setdefault(request_id, []).extend(batch.tokens[start : start + count])
+        for request_id, count in zip(ids, columns.counts or [1] * len(ids), strict=True):
+            self.tokens.setdefault(request_id, []).extend(columns.tokens[start : start + count])
             start += count
-        for position, reason, stop in batch.finished or ():
+        for position, reason, stop in columns.finished or ():
             self.finished[ids[position]] = (reason, stop)
-        if batch.extras is not None:
-            self.results |= {ids[position]: value for position, value in batch.extras.results.items()}
-            self.scheduled += [ids[position] for position in batch.extras.queue_times]
-        batch.clear()
+        if columns.extras is not None:
+            self.results |= {ids[position]: value for position, value in columns.extras.results.items()}
+            self.scheduled += [ids[position] for position in columns.extras.queue_times]
+        columns.clear()
 
     def run(self) -> None:
         while self.engine.has_work():
@@ -148,6 +150,50 @@ def test_max_model_len() -> None:
     driver.run()
     assert driver.tokens == {"short": [1, 2], "long": [1, 2]}
     assert driver.finished == {"short": ("stop", None), "long": ("length", None)}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_tokens": None},
+        {"max_tokens": 5},
+        {"max_tokens": 8, "stop_token_ids": [6]},
+        {"max_tokens": 8, "stop_token_ids": [6], "min_tokens": 4},
+        {"max_tokens": 8, "stop_token_ids": [3], "min_tokens": 8},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("max_model_len", [None, 14])
+def test_a_resumed_request_goes_on_as_it_would_have(params: dict[str, Any], max_model_len: int | None) -> None:
+    prompt = [3, 6, 6, 3, 6, 9, 1, 2]
+    whole = Driver(EchoEngine(max_model_len=max_model_len))
+    assert whole.engine.info().exact_resume
+    whole.add("whole", prompt, **params)
+    whole.run()
+    tokens = whole.tokens["whole"]
+    for said in range(len(tokens)):
+        rest = dict(params)
+        if rest["max_tokens"] is not None:
+            rest["max_tokens"] -= said
+        rest["min_tokens"] = max(0, params.get("min_tokens", 0) - said)
+        driver = Driver(EchoEngine(max_model_len=max_model_len))
+        driver.add("rest", prompt + tokens[:said], said=said, **rest)
+        driver.run()
+        assert tokens[:said] + driver.tokens["rest"] == tokens
+        assert driver.finished["rest"] == whole.finished["whole"]
+
+
+def test_a_request_that_had_said_all_just_ends() -> None:
+    driver = Driver(EchoEngine())
+    driver.add("a", [1, 2, 1, 2], said=2)
+    driver.run()
+    assert (driver.tokens, driver.finished, driver.results) == ({"a": []}, {"a": ("stop", None)}, {})
+
+
+@pytest.mark.parametrize("said", [-1, 2, 3, 4])
+def test_what_cannot_have_been_said(said: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{said} of 3"):
+        Driver(EchoEngine()).add("a", [1, 2, 1], said=said)
 
 
 def test_a_step_takes_its_time() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outboard.engine.core import OutputBatch
+from outboard.engine.batch import Columns, OutputBatch
 from outboard.engines.byte_tokenizer import ByteTokenizer
 from outboard.engines.mock import MockEngine
 from outboard.errors import EngineOptionError, InvalidRequestError, PromptTooLongError
@@ -29,36 +29,38 @@ class Driver:
     def __init__(self, engine: MockEngine) -> None:
         self.engine = engine
         self.batch = OutputBatch()
+        self.columns = Columns()
         self.ids: list[str] = []
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.scheduled: list[str] = []
 
-    def add(self, request_id: str, prompt: int = 1, **params: Any) -> None:
+    def add(self, request_id: str, prompt: int = 1, said: int = 0, **params: Any) -> None:
         self.engine.add_request(
             EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=array("i", [1] * prompt),
                 sampling_params=SamplingParams(**params),
+                num_output_tokens=said,
             )
         )
-        self.batch.open(request_id, len(self.ids))
+        self.batch.open(request_id, len(self.ids), self.columns)
         self.ids.append(request_id)
 
     def step(self) -> int:
         """Takes one step; how many tokens it gave."""
-        batch = self.batch
-        self.engine.step(batch)
-        ids = [self.ids[handle] for handle in batch.handles]
+        self.engine.step(self.batch)
+        columns = self.columns
+        ids = [self.ids[handle] for handle in columns.handles]
         start = 0
-        for request_id, count in zip(ids, batch.counts or [1] * len(ids), strict=True):
-            self.tokens.setdefault(request_id, []).extend(batch.tokens[start : start + count])
+        for request_id, count in zip(ids, columns.counts or [1] * len(ids), strict=True):
+            self.tokens.setdefault(request_id, []).extend(columns.tokens[start : start + count])
             start += count
-        for position, reason, _ in batch.finished or ():
+        for position, reason, _ in columns.finished or ():
             self.finished[ids[position]] = reason
-        if batch.extras is not None:
-            self.scheduled += [ids[position] for position in batch.extras.queue_times]
-        batch.clear()
+        if columns.extras is not None:
+            self.scheduled += [ids[position] for position in columns.extras.queue_times]
+        columns.clear()
         return start
 
     def run(self) -> None:
@@ -167,6 +169,19 @@ def test_max_tokens_none() -> None:
         driver.add("c", prompt=10)
     driver.run()
     assert driver.tokens == {"a": letters(6), "b": letters(2)}
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 4])
+@pytest.mark.parametrize("said", [0, 1, 25, 26, 27, 59])
+def test_a_resumed_request_goes_on_as_it_would_have(said: int, tokens_per_step: int) -> None:
+    driver = Driver(MockEngine(max_model_len=62, tokens_per_step=tokens_per_step))
+    assert driver.engine.info().exact_resume
+    driver.add("another", max_tokens=40)
+    driver.step()
+    driver.add("limited", prompt=1 + said, said=said, max_tokens=60 - said)
+    driver.add("by length", prompt=2 + said, said=said, max_tokens=None)
+    driver.run()
+    assert driver.tokens == {"another": letters(40)} | dict.fromkeys(("limited", "by length"), letters(60)[said:])
 
 
 def test_start_after() -> None:

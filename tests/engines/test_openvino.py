@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from outboard.engine.core import OutputBatch, utility_methods
+from outboard.engine.batch import Columns, OutputBatch
+from outboard.engine.core import utility_methods
 from outboard.engines.models import pull
 from outboard.engines.openvino import OpenVINOEngine
 from outboard.engines.openvino_tokenizer import import_genai
@@ -55,6 +56,7 @@ class Driver:
     def __init__(self, engine: OpenVINOEngine) -> None:
         self.engine = engine
         self.batch = OutputBatch()
+        self.columns = Columns()
         self.results: dict[str, Result] = {}
         self.ids: list[str] = []
         self.steps = 0
@@ -66,7 +68,7 @@ class Driver:
             prompt_token_ids=array("i", prompt),
             sampling_params=SamplingParams(**({"temperature": 0.0} | params)),
         )
-        self.batch.open(name, len(self.ids))
+        self.batch.open(name, len(self.ids), self.columns)
         self.ids.append(name)
         try:
             self.engine.add_request(request)
@@ -78,26 +80,26 @@ class Driver:
 
     def step(self) -> None:
         self.steps += 1
-        batch = self.batch
-        self.engine.step(batch)
-        finished = {position: (reason, stop) for position, reason, stop in batch.finished or ()}
+        self.engine.step(self.batch)
+        columns = self.columns
+        finished = {position: (reason, stop) for position, reason, stop in columns.finished or ()}
         start = 0
-        counts = batch.counts or [1] * len(batch.handles)
-        for position, (handle, count) in enumerate(zip(batch.handles, counts, strict=True)):
+        counts = columns.counts or [1] * len(columns.handles)
+        for position, (handle, count) in enumerate(zip(columns.handles, counts, strict=True)):
             result = self.results[self.ids[handle]]
             if count and result.first_token_at is None:
                 result.first_token_at = self.steps
-            result.tokens += batch.tokens[start : start + count]
+            result.tokens += columns.tokens[start : start + count]
             start += count
             assert result.finish is None, "output after the finish"
             result.finish = finished.get(position)
-            if batch.extras is not None:
-                result.logprobs += batch.extras.logprobs.get(position, [])
-                result.error = batch.extras.errors.get(position, result.error)
-                if position in batch.extras.queue_times:
+            if columns.extras is not None:
+                result.logprobs += columns.extras.logprobs.get(position, [])
+                result.error = columns.extras.errors.get(position, result.error)
+                if position in columns.extras.queue_times:
                     result.scheduled_at = self.steps
-        assert start == len(batch.tokens)
-        batch.clear()
+        assert start == len(columns.tokens)
+        columns.clear()
 
     def abort(self, *names: str) -> None:
         for name in names:
@@ -391,20 +393,21 @@ def test_a_model_folder_and_a_cache_that_is_full(folder: Path, monkeypatch: pyte
 
 TEARDOWN = """
 from array import array
-from outboard.engine.core import OutputBatch
+from outboard.engine.batch import Columns, OutputBatch
 from outboard.engines.openvino import OpenVINOEngine
 from outboard.protocol.messages import EngineCoreRequest
 from outboard.protocol.sampling import SamplingParams
 engine, batch = OpenVINOEngine(precision="f32", num_threads=2, max_num_seqs=3), OutputBatch()
+columns = Columns()
 for number, length in enumerate((3, 5, 600, 4, 4)):
     name = str(number)
-    batch.open(name, number)
+    batch.open(name, number, columns)
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     prompt = array("i", [504] * length)
     engine.add_request(EngineCoreRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params))
 engine.step(batch)
 engine.step(batch)
-assert len(batch.tokens) == 4, batch.tokens
+assert len(columns.tokens) == 4, columns.tokens
 engine.shutdown()
 print("done")
 """

@@ -61,7 +61,7 @@ OUTPUTS = EngineCoreOutputs(
     start_wave=2,
 )
 DEAD = EngineCoreDead(1, EPOCH, REPORT)
-INIT = Init("m:C", {"o": 1}, ["", "/x"], 1, 2, EPOCH, 0, b"\x00id", "ipc:///in", "ipc:///out", 1000, 1 << 32, 1 << 16)
+INIT = Init("m:C", {"o": 1}, ["", "/x"], 1, 2, 1000, 1 << 32, 1 << 16)
 MESSAGES: list[Any] = [
     ADD,
     AbortRequests(EPOCH, [0, 1, 2**62]),

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outboard.engine.incoming import Incoming
-from outboard.engine.process import _Port
+from outboard.engine.port import SocketPort
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
 from outboard.protocol.extents import Extents
@@ -325,7 +325,7 @@ def test_an_output_that_is_refused_and_encoded_again_holds_one_slot(pair: tuple[
             return self.taken
 
     sender: Any = Sender()
-    port = _Port(sender, codecs(*pair)[0], 20_000)
+    port = SocketPort(sender, codecs(*pair)[0], SharedMemory(), 20_000)
     message: Any = np.zeros(1000)
     for _ in range(5):
         assert not port.send(port.encode(message))

@@ -13,7 +13,9 @@ import pytest
 import zmq
 
 from outboard.config import TransportConfig
+from outboard.transport.poller import SocketPoller
 from outboard.transport.sockets import (
+    ContextTerminated,
     ControlClient,
     ControlServer,
     InputReceiver,
@@ -101,8 +103,20 @@ def test_a_receiver_gets_frames_and_ends_with_its_context(short_tmp: Path, event
 
     def receive() -> None:
         receiver = InputReceiver(theirs, address, b"\x00id", TransportConfig())
-        while (frames := receiver.receive()) is not None:
-            got.append([bytes(frame) for frame in frames])
+        poller = SocketPoller()
+
+        def read() -> bool:
+            while (frames := receiver.receive()) is not None:
+                got.append([bytes(frame) for frame in frames])
+            return False
+
+        poller.add(receiver.fd, read)
+        try:
+            while True:
+                poller.turn()
+        except ContextTerminated:
+            receiver.close()
+            poller.close()
         got.append("end")
 
     thread = threading.Thread(target=receive, daemon=True)
@@ -119,6 +133,20 @@ def test_a_receiver_gets_frames_and_ends_with_its_context(short_tmp: Path, event
     assert got == [[b"\x00", b"body", b"aux"], [b"\x01", b""], [b"last"], "end"]
     assert not closing.is_alive()
     ours.destroy(linger=0)
+
+
+@pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"identity": b""}, {"identity": b"x" * 256}], ids=str)
+def test_a_receiver_that_cannot_be_leaves_no_socket(wrong: dict[str, Any]) -> None:
+    context = make_context()
+    arguments: dict[str, Any] = {"address": "inproc://input", "identity": b"a"} | wrong
+    with pytest.raises(OSError, match="ZeroMQ: "):
+        InputReceiver(context, arguments["address"], arguments["identity"], TIGHT)
+    with pytest.raises(OSError, match="ZeroMQ: "):
+        OutputSender(context, "nonsense", TIGHT)
+    closing = threading.Thread(target=context.term, daemon=True)  # blocks while there is a socket
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
 
 
 def test_an_unknown_peer_is_an_error_not_a_silent_drop(context: ZmqContext) -> None:
@@ -156,7 +184,7 @@ def test_sockets_have_the_configured_limits(context: ZmqContext) -> None:
 # --- control ---------------------------------------------------------------------------------------------------------
 
 
-def test_control_messages_go_both_ways(context: ZmqContext, short_tmp: Path) -> None:
+def test_control_messages_go_both_ways(context: ZmqContext, short_tmp: Path, eventually: Callable[..., Any]) -> None:
     address = f"ipc://{short_tmp}/control"
     server = ControlServer(context, address)
     clients = [ControlClient(context, address) for _ in range(2)]
@@ -173,6 +201,9 @@ def test_control_messages_go_both_ways(context: ZmqContext, short_tmp: Path) -> 
     for number in (1, 0):
         server.send(senders[number], b"answer %d" % number)
     assert [client.receive() for client in clients] == [b"answer 0", b"answer 1"]
+    server.send(senders[0], b"more")
+    eventually(lambda: (found := clients[0].receive_now()) and found == [b"more"])
+    assert clients[0].receive_now() is None
     for client in clients:
         client.close()
     server.close()

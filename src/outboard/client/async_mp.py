@@ -10,13 +10,14 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Self
 
-from outboard.client.async_receiver import AsyncReceiver, OutputSink
+from outboard.client.async_delivery import AsyncDelivery, OutputSink
 from outboard.client.base import MPClient
-from outboard.client.monitor import EngineMonitor
+from outboard.client.delivery import Delivery
 from outboard.config import EngineConfig
 from outboard.errors import UtilityTimeoutError
+from outboard.launch.group import EngineAddresses
+from outboard.protocol.control import EngineState, EngineStatus
 from outboard.protocol.messages import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
-from outboard.transport.reader import SocketReader
 
 __all__ = ["AsyncMPClient"]
 
@@ -41,41 +42,40 @@ class AsyncMPClient(MPClient):
     """
 
     def __init__(
-        self, config: EngineConfig | str | type[Any], *, client_index: int = 0, cancel_fd: int | None = None
+        self,
+        config: EngineConfig | str | type[Any] | None = None,
+        *,
+        addresses: EngineAddresses | None = None,
+        client_index: int = 0,
+        cancel_fd: int | None = None,
     ) -> None:
-        super().__init__(config, client_index=client_index, cancel_fd=cancel_fd)
-        resources = self._resources
-        engine = self.core_engines[0]
         self.outputs_queue: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
-        self._receiver: AsyncReceiver = AsyncReceiver(
-            self,
-            self.outputs_queue,
-            self._pending,
-            self._epoch,
-            (engine.rank, engine.incarnation, engine.pid),
-            resources.on_engine_dead,
-            resources.give_up,
-            resources.memory.reader,
-        )
-        reader = SocketReader(self._output_socket, self._receiver.on_message)
-        resources.reader = reader
-        resources.monitor = EngineMonitor(resources.process, reader, self._receiver, engine.rank, engine.incarnation)
+        super().__init__(config, addresses=addresses, client_index=client_index, cancel_fd=cancel_fd)
         self._reading_ended = False
-        resources.on_dead = resources.monitor.on_dead
-        resources.stop_tasks = self._receiver.detach
+        self._resources.stop_tasks = self._delivery.detach
         if _running_loop() is not None:
             self._ensure_output_queue_task()
 
+    def _make_delivery(self) -> Delivery:
+        self._delivery = AsyncDelivery(self, self.outputs_queue, self._fail())
+        return self._delivery
+
     @classmethod
-    async def launch(cls, config: EngineConfig | str | type[Any], *, client_index: int = 0) -> Self:
-        """Starts an engine core without blocking the loop; the client, attached to it.
+    async def launch(
+        cls,
+        config: EngineConfig | str | type[Any] | None = None,
+        *,
+        addresses: EngineAddresses | None = None,
+        client_index: int = 0,
+    ) -> Self:
+        """Starts the engine cores, or joins those that run, without blocking the loop; the client, attached to it.
 
         Cancelling stops start-up: when `CancelledError` comes out, the process is gone.
 
         Raises: as the constructor.
         """
         read_fd, write_fd = os.pipe()
-        build = functools.partial(cls, config, client_index=client_index, cancel_fd=read_fd)
+        build = functools.partial(cls, config, addresses=addresses, client_index=client_index, cancel_fd=read_fd)
         # A future, not a task: whoever cancels all tasks must not cancel it.
         start = asyncio.get_running_loop().run_in_executor(None, build)
         try:
@@ -114,16 +114,16 @@ class AsyncMPClient(MPClient):
         """
         self._ensure_output_queue_task()
         self.validate_alive()
-        return self._sender.add_request(request)
+        return self._membership.add_request(request)
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         """Ends requests: no output of theirs is delivered any more. Unknown and finished ids are no error."""
         self._ensure_output_queue_task()
-        self._sender.abort_requests(request_ids)
+        self._membership.abort_requests(request_ids)
 
     def abort_handles(self, handles: Sequence[int]) -> None:
         """As `abort_requests_async`, by handle. Call it on the loop."""
-        self._sender.abort(handles)
+        self._membership.abort(handles)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """The next message with outputs or scheduler stats. Cancelling it loses nothing.
@@ -133,7 +133,7 @@ class AsyncMPClient(MPClient):
             RuntimeError: an output sink is set and gets the messages instead.
         """
         self._ensure_output_queue_task()
-        if self._receiver.has_sink:
+        if self._delivery.has_sink:
             raise RuntimeError("an output sink is set: it gets the messages, get_output_async does not")
         message = await self.outputs_queue.get()
         if message is None:
@@ -153,7 +153,7 @@ class AsyncMPClient(MPClient):
             request_ids: whether it needs the user's request ids, as `EngineCoreOutputs.outputs` does; handles alone
                 are cheaper.
         """
-        self._receiver.set_sink(sink, request_ids)
+        self._delivery.set_sink(sink, request_ids)
 
     # --- utility calls ---
 
@@ -188,7 +188,7 @@ class AsyncMPClient(MPClient):
         loop = self._ensure_output_queue_task()
         self.validate_alive()
         future: asyncio.Future[Any] = loop.create_future()
-        call_id = self._sender.call(future, method, args, kwargs)
+        call_id = self._membership.call(future, method, args, kwargs)
         try:
             if timeout is None:
                 return self._typed(method, await future)
@@ -223,7 +223,31 @@ class AsyncMPClient(MPClient):
     @property
     def output_queue_task(self) -> asyncio.Future[None] | None:
         """A future that owns the reader: cancelling it cancels reading. None until a loop is attached."""
-        return self._receiver.reading
+        return self._delivery.reading
+
+    async def wait_for_state(self, *states: EngineState, rank: int = 0) -> EngineStatus:
+        """Waits until an engine core is in one of these states; its status. Bound it with `asyncio.timeout`.
+
+        Raises:
+            EngineDeadError: the client has ended, and the state is none of these.
+        """
+        loop = self._ensure_output_queue_task()
+        reached: asyncio.Future[EngineStatus] = loop.create_future()
+
+        def look(status: EngineStatus) -> None:
+            if reached.done() or status.rank != rank:
+                return
+            if status.state in states:
+                reached.set_result(status)
+            elif self._membership.failure is not None:
+                reached.set_exception(self._membership.failure.copy())
+
+        unsubscribe = self.subscribe(look)
+        try:
+            look(self._membership.statuses[rank])
+            return await reached
+        finally:
+            unsubscribe()
 
     # --- inside ---
 
@@ -236,25 +260,23 @@ class AsyncMPClient(MPClient):
         if resources.loop is not None:
             raise RuntimeError("this client belongs to another event loop; build one client for each loop")
         resources.loop = loop
-        self._receiver.attach(loop)
-        if self._receiver.failure is None:
-            assert resources.reader is not None and resources.monitor is not None  # the constructor made them
-            resources.reader.attach(loop)
-            resources.monitor.attach(loop)
+        self._delivery.attach(loop)
+        if self._membership.failure is None:
+            self._membership.attach(loop)
         return loop
 
     def _send_input(self, request_type: EngineCoreRequestType, message: Any) -> Awaitable[None]:
         """Sends a message; the awaitable is done: ZeroMQ or the outbox holds it."""
-        self._sender.send(request_type, message)
+        self._membership.links[0].sender.send(request_type, message)
         return _DONE
 
     def _stop_reading(self) -> None:
         self._on_loop(self._end_reading)
 
     def _end_reading(self) -> None:
-        self._receiver.fail(self._closed_error())
-        self._receiver.detach()
-        self._resources.stop_reading()
+        self._membership.fail(self._closed_error())
+        self._delivery.detach()
+        self._membership.stop_reading()
         self._reading_ended = True
 
     def _on_loop(self, function: Callable[[], None]) -> None:

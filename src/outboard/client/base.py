@@ -1,36 +1,58 @@
-"""What all clients have in common, and what those with an engine core in another process share: start and end."""
+"""What all clients have in common, and what those with engine cores in other processes share: start and end."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-import secrets
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 
-from outboard.client.connect import CoreEngine, connect
+from outboard.client.delivery import Delivery
+from outboard.client.journal import Journal
+from outboard.client.membership import Membership, OnStatus
 from outboard.client.pending import CallFuture, PendingTable
-from outboard.client.receiver import Receiver
-from outboard.client.sender import Sender
+from outboard.client.resources import Resources
 from outboard.config import EngineConfig
 from outboard.engine.calls import convert, return_type
 from outboard.engine.core import EngineCore
 from outboard.engine.loader import load_engine_class
 from outboard.engines.registry import resolve_engine
-from outboard.errors import ClientClosedError, ConfigError, UtilityError
-from outboard.protocol.codec import MsgpackEncoder
+from outboard.errors import ClientClosedError, ConfigError, EngineDeadError, UtilityError
+from outboard.launch.group import EngineAddresses, launch_engines
+from outboard.protocol.control import EngineStatus, identity_of
 from outboard.protocol.messages import EngineInfo, SchedulerStats
-from outboard.transport.outbox import Outbox
+from outboard.transport.sockets import make_context
 
 __all__ = ["CoreEngine", "EngineCoreClient", "MPClient"]
 
 logger = logging.getLogger("outboard.client")
+
+
+class CoreEngine(msgspec.Struct, frozen=True):
+    """One engine core, as its client knows it.
+
+    Attributes:
+        rank: its index in the group.
+        incarnation: how often it had been started before.
+        identity: its ZeroMQ identity, made of both.
+        pid: its process id.
+        info: what it reported of itself when it was ready.
+        typed_utilities: methods whose results are converted by their annotations.
+    """
+
+    rank: int
+    incarnation: int
+    identity: bytes
+    pid: int
+    info: EngineInfo
+    typed_utilities: frozenset[str] = frozenset()
 
 
 class EngineCoreClient(ABC):
@@ -46,8 +68,6 @@ class EngineCoreClient(ABC):
     client_index: int
     core_engines: list[CoreEngine]
     _pending: PendingTable
-    _sender: Sender
-    _receiver: Receiver
 
     @staticmethod
     def make_client(
@@ -76,10 +96,9 @@ class EngineCoreClient(ABC):
             timeout: seconds that the engine core gets to stop by itself; default `FaultConfig.shutdown_timeout`.
         """
 
+    @abstractmethod
     def validate_alive(self) -> None:
         """Raises `EngineDeadError`, an instance of its own, if the engine core is gone."""
-        if self._receiver.failure is not None:
-            raise self._receiver.failure.copy()
 
     @property
     def engine_info(self) -> EngineInfo:
@@ -87,23 +106,14 @@ class EngineCoreClient(ABC):
         return self.core_engines[0].info
 
     @property
+    @abstractmethod
     def scheduler_stats(self) -> SchedulerStats:
         """The latest load that the engine core reported."""
-        return self._receiver.scheduler_stats
 
     @property
     def utility_results(self) -> dict[int, CallFuture]:
         """Utility calls that wait: call id -> future."""
         return self._pending.utility_results
-
-    def stats(self) -> dict[str, Any]:
-        """Counters: messages received, messages dropped by reason, requests and utility calls in flight."""
-        return {
-            "received": self._receiver.received,
-            "dropped": dict(self._receiver.dropped),
-            "requests": len(self._pending.request_ids),
-            "utility_calls": len(self._pending.utility_results),
-        }
 
     @functools.cached_property
     def _engine_class(self) -> type[EngineCore] | None:
@@ -130,72 +140,160 @@ class EngineCoreClient(ABC):
 
 
 class MPClient(EngineCoreClient):
-    """A client whose engine core runs in a process of its own, which it starts and owns.
+    """A client whose engine cores run in processes of their own.
 
-    The constructor blocks until the engine core is ready.
+    Built from a config it starts them, and owns them: they end with it. Built from the addresses of an `EngineGroup`
+    (`launch_engines`) it joins those that run, beside other front ends, and leaves them running. The constructor blocks
+    until all are ready.
 
     Args:
         config: what to run; a bare engine name, reference or class stands for `EngineConfig(engine=...)`.
-        client_index: index of this front end.
+        addresses: of engine cores that run; in place of `config`.
+        client_index: index of this front end; one that joins with the index of an earlier one takes its place.
         cancel_fd: a file descriptor that becomes readable when start-up is to be given up.
 
     Raises:
         ConfigError: the engine, an option or a model file is wrong; a subclass says which.
-        EngineStartupError: the engine core died or failed before it was ready, or was too slow
+        EngineStartupError: an engine core died or failed before it was ready, or was too slow
             (`EngineStartupTimeout`); says how and why. Whatever had been started is gone.
-
+        EngineDeadError: the launcher behind `addresses` is gone, or refuses this front end.
     """
 
     def __init__(
-        self, config: EngineConfig | str | type[Any], *, client_index: int = 0, cancel_fd: int | None = None
+        self,
+        config: EngineConfig | str | type[Any] | None = None,
+        *,
+        addresses: EngineAddresses | None = None,
+        client_index: int = 0,
+        cancel_fd: int | None = None,
     ) -> None:
-        self.config = config if isinstance(config, EngineConfig) else EngineConfig(engine=config)
+        if (config is None) == (addresses is None):
+            raise ConfigError("give either a config, whose engine cores are started, or the addresses of a group")
         self.client_index = client_index
-        self._epoch = secrets.randbits(64)
-        self._resources, self._input_socket, self._output_socket, engine = connect(
-            self.config, client_index, self._epoch, cancel_fd
-        )
-        self.core_engines = [engine]
-        self._pending = PendingTable()
-        resources, transport = self._resources, self.config.transport
-        encoder = MsgpackEncoder(transport.inline_bytes, transport.shared_memory_bytes, resources.memory.pool)
-        self._outbox = resources.outbox = Outbox(
-            self._input_socket, engine.identity, resources.call_later, encoder.give_back
-        )
-        self._sender = Sender(
-            self._epoch,
-            client_index,
-            self._pending,
-            encoder,
-            self._outbox.send,
-            self._outbox.take_back,
-            self.config.transport.max_message_bytes,
-        )
         self._shutdown_lock = threading.Lock()
         self._closed = False
+        with ExitStack() as undo:
+            context = make_context()
+            undo.callback(context.destroy, linger=0)
+            group = None
+            if addresses is None:
+                assert config is not None  # see above
+                group = launch_engines(config, cancel_fd=cancel_fd)
+                undo.callback(group.shutdown, 0)
+                addresses = group.addresses
+            self.config = addresses.config
+            self._pending = PendingTable(_journal(self.config))
+            self._resources = resources = Resources(context, group)
+            self._membership = resources.membership = Membership(
+                addresses,
+                client_index,
+                context,
+                self._pending,
+                self._make_delivery(),
+                group is not None,
+                resources.give_up,
+            )
+            undo.callback(self._membership.close_sockets)
+            undo.callback(self._membership.stop_reading)
+            self._membership.join()
+            undo.pop_all()
         # The finalizer must not reach the client, or it would never run.
-        self._finalizer = weakref.finalize(self, self._resources.abandon)
+        self._finalizer = weakref.finalize(self, resources.abandon)
+
+    @abstractmethod
+    def _make_delivery(self) -> Delivery:
+        """Where messages go. Called by the constructor, with `_fail` to end the client by."""
+
+    def _fail(self) -> Callable[[EngineDeadError], None]:
+        """A function that ends the client, and does not hold it."""
+        resources = self._resources
+
+        def fail(cause: EngineDeadError) -> None:
+            assert resources.membership is not None  # nothing is delivered before there is one
+            resources.membership.fail(cause)
+
+        return fail
+
+    # --- state ---
+
+    @property
+    def core_engines(self) -> list[CoreEngine]:  # type: ignore[override]
+        """The engine cores that have been ready, in their latest incarnation."""
+        return [
+            CoreEngine(
+                status.rank,
+                status.incarnation,
+                identity_of(status.rank, status.incarnation),
+                status.pid or 0,
+                status.info,
+                frozenset(status.typed_utilities),
+            )
+            for status in self._membership.statuses.values()
+            if status.info is not None
+        ]
+
+    @property
+    def engine_status(self) -> list[EngineStatus]:
+        """The state of every engine core, by rank, as this client has taken note of it."""
+        return list(self._membership.statuses.values())
+
+    def subscribe(self, on_status: OnStatus) -> Callable[[], None]:
+        """Calls `on_status(status)` with every change of an engine core's state; call the result to end that.
+
+        It is called where messages are received: on the event loop, or in the blocking client's thread. It must not
+        raise.
+        """
+        return self._membership.subscribe(on_status)
+
+    def validate_alive(self) -> None:
+        if self._membership.failure is not None:
+            raise self._membership.failure.copy()
+
+    def check_health(self) -> None:
+        """Raises what is wrong: nothing is raised only where all engine cores serve.
+
+        Raises:
+            EngineDeadError: an engine core is gone; `EngineRestartedError`: and is being started again.
+            EngineStalledError: one makes no progress.
+            ClientClosedError: the client was shut down.
+        """
+        self._membership.check()
+
+    @property
+    def scheduler_stats(self) -> SchedulerStats:
+        link = self._membership.links.get(0)
+        return SchedulerStats() if link is None else link.receiver.scheduler_stats
 
     @property
     def pending_messages(self) -> Sequence[tuple[Any, Any]]:
         """(tracker, frames) of messages whose buffers ZeroMQ has not let go of."""
-        self._outbox.free_sent()
-        return self._outbox.tracked
+        messages: list[tuple[Any, Any]] = []
+        for link in self._membership.links.values():
+            link.outbox.free_sent()
+            messages += link.outbox.tracked
+        return messages
 
     def stats(self) -> dict[str, Any]:
         """Counters: messages received, messages dropped by reason, requests and utility calls in flight, messages held
-        in the outbox."""
-        return {**super().stats(), "outbox": len(self._outbox)}
+        in outboxes."""
+        counters = self._membership.counters
+        return {
+            "received": counters.received,
+            "dropped": dict(counters.dropped),
+            "requests": len(self._pending.request_ids),
+            "utility_calls": len(self._pending.utility_results),
+            "outbox": sum(len(link.outbox) for link in self._membership.links.values()),
+        }
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stops the engine core and frees everything: process, sockets, files.
+        """Stops the engine cores, if they are this client's, and frees everything: processes, sockets, files.
 
         Idempotent; bounded by `timeout` and a moment to kill; callable from any thread, also after the event loop has
         closed. Whatever still waits ends with `ClientClosedError`. Blocks: on an event loop, prefer a thread
         (`await asyncio.to_thread(client.shutdown)`).
 
         Args:
-            timeout: seconds that the engine core gets to stop by itself before it is killed; default
+            timeout: seconds that the engine cores get to stop by themselves before they are killed; default
                 `FaultConfig.shutdown_timeout`.
         """
         if os.getpid() != self._resources.creator:
@@ -215,5 +313,11 @@ class MPClient(EngineCoreClient):
         """Ends what waits, and takes the sockets out of use; called by `shutdown`, in its thread."""
 
     def _closed_error(self) -> ClientClosedError:
-        engine = self.core_engines[0]
-        return ClientClosedError("the client was shut down", rank=engine.rank, pid=engine.pid, phase="stopping")
+        status = self._membership.statuses[0]
+        return ClientClosedError("the client was shut down", rank=status.rank, pid=status.pid, phase="stopping")
+
+
+def _journal(config: EngineConfig) -> Journal | None:
+    """What is needed to move requests; nothing where a dead engine core stays dead."""
+    faults = config.faults
+    return Journal(faults.in_flight, faults.max_resubmits) if faults.restart.max_restarts else None

@@ -13,20 +13,23 @@ from typing import Any
 
 from outboard.client.base import CoreEngine
 from outboard.client.pending import PendingTable
-from outboard.client.queue_receiver import QueueReceiver
+from outboard.client.queue_delivery import QueueDelivery
+from outboard.client.receiver import Counters, Receiver
 from outboard.client.sender import Sender
-from outboard.client.sync_client import SyncClient
+from outboard.client.sync_client import Outbound, SyncClient
 from outboard.config import EngineConfig
 from outboard.engine.calls import has_typed_result
 from outboard.engine.core import EngineCore, utility_methods
+from outboard.engine.events import ClientJoined, Stop
 from outboard.engine.incoming import Incoming
 from outboard.engine.loader import bind_options, load_engine_class
-from outboard.engine.loop import BusyLoop, Stop
+from outboard.engine.loop import BusyLoop
 from outboard.engine.outgoing import error_report
 from outboard.engines.registry import resolve_engine
 from outboard.errors import ClientClosedError, ConfigError, EngineDeadError, EngineStartupError
 from outboard.protocol.codec import MsgpackEncoder
-from outboard.protocol.messages import EngineCoreOutputs
+from outboard.protocol.messages import EngineCoreOutputs, ErrorReport, SchedulerStats
+from outboard.protocol.progress import ProgressPage
 from outboard.protocol.tensors import Buffer
 
 __all__ = ["InprocClient"]
@@ -51,22 +54,45 @@ class InprocClient(SyncClient):
         self.config = config if isinstance(config, EngineConfig) else EngineConfig(engine=config)
         self.client_index = 0
         self._engine = _construct(self.config)
-        epoch = secrets.randbits(64)
+        self._epoch = epoch = secrets.randbits(64)
         encoder = MsgpackEncoder(self.config.transport.inline_bytes)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._incoming = Incoming(epoch)
         self._port = _Port(encoder)
-        self._loop = BusyLoop(self._engine, self._inbox, self._port, epoch=epoch)
+        self._loop = BusyLoop(self._engine, self._inbox, ProgressPage(shared=False))
+        self._inbox.put(ClientJoined(epoch, 0, self._port))
         self._pending = PendingTable()
         self._sender = Sender(
             epoch, 0, self._pending, encoder, self._post, lambda handle: False, self.config.transport.max_message_bytes
         )
         self.outputs_queue: queue.Queue[EngineCoreOutputs | None] = queue.Queue()
-        self._receiver: QueueReceiver = QueueReceiver(
-            self.outputs_queue, self._pending, epoch, (0, 0, os.getpid()), lambda report: None, lambda: None
-        )
+        self._failure: EngineDeadError | None = None
+        self._delivery = _Delivery(self.outputs_queue)
+        self._counters = Counters()
+        self._receiver = Receiver(self._pending, 0, epoch, self._delivery, self._counters)
         typed = [name for name in utility_methods(self._engine) if has_typed_result(getattr(self._engine, name))]
         self.core_engines = [CoreEngine(0, 0, b"", os.getpid(), self._engine.info(), frozenset(typed))]
+
+    @property
+    def _outbound(self) -> Outbound:
+        return self._sender
+
+    def validate_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure.copy()
+
+    @property
+    def scheduler_stats(self) -> SchedulerStats:
+        return self._receiver.scheduler_stats
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: messages received, messages dropped by reason, requests and utility calls in flight."""
+        return {
+            "received": self._counters.received,
+            "dropped": dict(self._counters.dropped),
+            "requests": len(self._pending.request_ids),
+            "utility_calls": len(self._pending.utility_results),
+        }
 
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
         """Steps the engine until it has something to say; the message.
@@ -77,26 +103,25 @@ class InprocClient(SyncClient):
         """
         deadline = _deadline(timeout)
         with self._lock:
-            while self.outputs_queue.empty() and self._receiver.failure is None:
+            while self.outputs_queue.empty() and self._failure is None:
                 if not self._pending.request_ids and not self._port.frames:
                     return EngineCoreOutputs(0, 0, 0, time.monotonic())
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     break
                 self._turn(left)
-            return self._receiver.next(timeout=0)
+            return self._delivery.next(timeout=0)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Aborts what runs and frees the engine. Idempotent. A step that blocks cannot be interrupted."""
         with self._lock:
-            if isinstance(self._receiver.failure, ClientClosedError):
+            if isinstance(self._failure, ClientClosedError):
                 return
-            if self._receiver.failure is None:
+            if self._failure is None:
                 self._inbox.put(Stop())
                 self._turn(0)
             engine = self.core_engines[0]
-            self._receiver.failure = None
-            self._receiver.fail(ClientClosedError("the client was shut down", rank=0, pid=engine.pid, phase="stopping"))
+            self._fail(ClientClosedError("the client was shut down", rank=0, pid=engine.pid, phase="stopping"))
             self._engine.shutdown()
 
     def _wait_for(self, future: concurrent.futures.Future[Any], timeout: float | None) -> Any:
@@ -110,9 +135,13 @@ class InprocClient(SyncClient):
         return future.result(timeout=0)
 
     def _post(self, frames: Sequence[Buffer], key: int | None) -> None:
-        item = self._incoming.decode(frames)
-        if item is not None:
-            self._inbox.put(item)
+        self._inbox.put((self._epoch, self._incoming.decode(frames)))
+
+    def _fail(self, cause: EngineDeadError) -> None:
+        self._failure = cause
+        self._receiver.end()
+        self._pending.fail_all(cause)
+        self._delivery.end(cause)
 
     def _turn(self, timeout: float | None) -> None:
         try:
@@ -127,10 +156,23 @@ class InprocClient(SyncClient):
                 remote_traceback=report.traceback,
             )
             failure.__cause__ = error
-            self._receiver.fail(failure)
+            self._fail(failure)
         while self._port.frames:
             body, *aux = self._port.frames.popleft()
             self._receiver.on_message(body, aux)
+
+
+class _Delivery(QueueDelivery):
+    """The queue; an engine in this process tells of its end by an exception, and nothing it sends gets lost."""
+
+    def on_engine_dead(self, rank: int, report: ErrorReport) -> None:
+        raise AssertionError("an engine in this process sends no ENGINE_CORE_DEAD")
+
+    def on_broken(self, rank: int, reason: str) -> None:
+        self.end(EngineDeadError(reason, rank=rank, pid=os.getpid()))
+
+    def on_notification(self, payload: tuple[str, int]) -> bool:
+        return False
 
 
 class _Port:
@@ -146,6 +188,9 @@ class _Port:
     def send(self, frames: Sequence[Buffer]) -> bool:
         self.frames.append(frames)
         return True
+
+    def close(self, linger_ms: int) -> None:
+        pass
 
 
 def _construct(config: EngineConfig) -> EngineCore:

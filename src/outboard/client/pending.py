@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 from typing import Any, TypeAlias
 
+from outboard.client.journal import Journal
 from outboard.errors import (
     DuplicateRequestError,
     EngineDeadError,
@@ -31,18 +32,26 @@ CallFuture: TypeAlias = "asyncio.Future[Any] | concurrent.futures.Future[Any]"
 class PendingTable:
     """Requests by handle and by the user's id; utility calls by call id. Belongs to the thread of its client.
 
+    Args:
+        journal: what is remembered so that requests can be moved; None: they are not.
+
     Attributes:
         request_ids: handle -> the user's id, of requests that have not ended.
         handles: the user's id -> handle, the same the other way round.
         utility_results: call id -> the future that waits for the answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | None = None) -> None:
+        self.journal = journal
         self.request_ids: dict[int, str] = {}
         self.handles: dict[str, int] = {}
         self.utility_results: dict[int, CallFuture] = {}
         self._next_handle = 0
         self._next_call_id = 0
+
+    def __bool__(self) -> bool:
+        """Whether anything waits."""
+        return bool(self.request_ids or self.utility_results)
 
     def add_request(self, request_id: str) -> int:
         """Enters a request; its handle, which is never used again.
@@ -65,6 +74,8 @@ class PendingTable:
         request_id = self.request_ids.pop(handle, None)
         if request_id is not None:
             del self.handles[request_id]
+            if self.journal is not None:
+                self.journal.end(handle)
         return request_id
 
     def end_finished(self, message: EngineCoreOutputs) -> None:
@@ -83,14 +94,20 @@ class PendingTable:
         """Forgets a utility call: a later answer is dropped."""
         self.utility_results.pop(call_id, None)
 
-    def fail_all(self, cause: EngineDeadError) -> None:
-        """Ends every call with an error of its own, and forgets all requests."""
-        self.request_ids.clear()
-        self.handles.clear()
+    def fail_calls(self, cause: EngineDeadError) -> None:
+        """Ends every call with an error of its own."""
         calls, self.utility_results = self.utility_results, {}
         for future in calls.values():
             if not future.done():
                 future.set_exception(cause.copy())
+
+    def fail_all(self, cause: EngineDeadError) -> None:
+        """Ends every call with an error of its own, and forgets all requests."""
+        self.request_ids.clear()
+        self.handles.clear()
+        if self.journal is not None:
+            self.journal.clear()
+        self.fail_calls(cause)
 
 
 def _process_utility_output(output: UtilityOutput, utility_results: dict[int, CallFuture]) -> None:

@@ -1,17 +1,16 @@
-"""All that happens to a message between the socket and those who wait for it. No IO, no thread, no event loop."""
+"""All that happens to the messages of one engine core before they are delivered. No IO, no thread, no event loop."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from outboard.client.pending import UTILITY_ERROR, PendingTable, _process_utility_output
-from outboard.errors import ClientClosedError, EngineDeadError, ProtocolError
+from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.messages import (
     EEP_NOTIFICATION_CALL_ID,
@@ -24,7 +23,7 @@ from outboard.protocol.messages import (
 from outboard.protocol.shm import SlotReader
 from outboard.protocol.tensors import Buffer
 
-__all__ = ["Receiver"]
+__all__ = ["Counters", "Listener", "Receiver"]
 
 logger = logging.getLogger("outboard.client")
 
@@ -51,55 +50,99 @@ class _Head(msgspec.Struct, array_like=True, tag=0):
     utility_output: _CallHead | None
 
 
-class Receiver(ABC):
-    """Checks, decodes and hands on the messages of one engine core; a failure is sticky.
+class Listener(Protocol):
+    """Who gets what a receiver has checked."""
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether whoever gets the messages will ask for the user's request ids."""
+        ...
+
+    def deliver(self, message: EngineCoreOutputs) -> None:
+        """A message with outputs or scheduler stats."""
+
+    def on_engine_dead(self, rank: int, report: ErrorReport) -> None:
+        """The engine core has said that it is about to end."""
+
+    def on_broken(self, rank: int, reason: str) -> None:
+        """What the engine core sends makes no sense any more: it is to be given up."""
+
+    def on_notification(self, payload: tuple[str, int]) -> bool:
+        """A notification of elastic scaling; False if there is nobody to take it."""
+        ...
+
+
+class Counters:
+    """What a client has received, over all engine cores and incarnations.
+
+    Attributes:
+        received: messages taken from sockets, good or bad.
+        dropped: how many messages were dropped, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.dropped: Counter[str] = Counter()
+
+    def drop(self, reason: str, detail: str) -> None:
+        """Counts a message that is dropped; the first of each kind is logged."""
+        if not self.dropped[reason]:
+            logger.warning("dropped a message on the output socket (%s): %s; more are only counted", reason, detail)
+        self.dropped[reason] += 1
+
+
+class Receiver:
+    """Checks and decodes the messages of one engine core; after `end` it takes no more.
 
     A message goes, in this order, through the epoch and sequence checks, to the utility call that it answers, and to
-    `_deliver`, which the kinds of client define.
+    the listener.
 
     Args:
         pending: what waits.
-        epoch: of this client and its engine core.
-        engine: rank, incarnation and pid of the engine core, for errors.
-        on_dead: called with the report of an ENGINE_CORE_DEAD message: the engine core is about to end.
-        give_up: called at the end, unless that is a shutdown: the engine core is of no more use.
-        reader: for arrays that the engine core puts into shared memory.
+        rank: of the engine core.
+        epoch: of this client and this incarnation of it.
+        listener: who gets the messages.
+        counters: shared by all receivers of the client.
 
     Attributes:
-        failure: the error that ended everything; None while all is well.
         scheduler_stats: the latest load that the engine core reported.
-        received: messages taken from the socket, good or bad.
-        dropped: how many messages were dropped, by reason.
+        ended: whether no more is taken.
     """
 
     def __init__(
         self,
         pending: PendingTable,
+        rank: int,
         epoch: int,
-        engine: tuple[int, int, int],
-        on_dead: Callable[[ErrorReport], None],
-        give_up: Callable[[], None],
-        reader: SlotReader | None = None,
+        listener: Listener,
+        counters: Counters,
     ) -> None:
         self._pending = pending
+        self._journal = pending.journal
+        self._rank = rank
         self._epoch = epoch
-        self._engine = engine
-        self._on_dead = on_dead
-        self._give_up = give_up
+        self._listener = listener
+        self._counters = counters
         self._decoder: MsgpackDecoder[EngineCoreOutputs | EngineCoreDead] = MsgpackDecoder(
-            EngineCoreOutputs | EngineCoreDead, reader
+            EngineCoreOutputs | EngineCoreDead
         )
         self._heads: MsgpackDecoder[_Head] = MsgpackDecoder(_Head)
         self._expected = 0
-        self.failure: EngineDeadError | None = None
         self.scheduler_stats = SchedulerStats()
-        self.received = 0
-        self.dropped: Counter[str] = Counter()
+        self.ended = False
+
+    def set_reader(self, reader: SlotReader | None) -> None:
+        """For arrays that the engine core puts into shared memory; before its first message."""
+        self._decoder = MsgpackDecoder(EngineCoreOutputs | EngineCoreDead, reader)
+
+    def end(self) -> None:
+        """The epoch is over: whatever still comes is ignored."""
+        self.ended = True
 
     def on_message(self, body: Buffer, aux: Sequence[Buffer]) -> None:
         """Takes one message from the socket."""
-        self.received += 1
-        if self.failure is not None:
+        self._counters.received += 1
+        if self.ended:
             return
         try:
             message = self._decoder.decode(body, aux)
@@ -107,38 +150,35 @@ class Receiver(ABC):
             self._on_undecodable(body, error)
             return
         if message.epoch != self._epoch:
-            self._drop("other epoch", f"its epoch is {message.epoch:x}, this client's {self._epoch:x}")
+            self._counters.drop("other epoch", f"its epoch is {message.epoch:x}, this client's {self._epoch:x}")
         elif isinstance(message, EngineCoreDead):
-            self._on_dead(message.report)
+            self._listener.on_engine_dead(self._rank, message.report)
         elif message.sequence < self._expected:
-            self._drop("repeated", f"number {message.sequence} came again")
+            self._counters.drop("repeated", f"number {message.sequence} came again")
         elif message.sequence > self._expected:
-            self.fail(
-                EngineDeadError(
-                    f"messages {self._expected} to {message.sequence - 1} of the engine core were lost; "
-                    "its outputs would have gaps, so it is given up",
-                    rank=message.engine_index,
-                )
+            self._give_up(
+                f"messages {self._expected} to {message.sequence - 1} of the engine core were lost; "
+                "its outputs would have gaps, so it is given up"
             )
         elif self._well_formed(message):
             self._expected += 1
             self._accept(message)
         else:
-            self.fail(EngineDeadError("the engine core sent columns that do not fit together"))
+            self._give_up("the engine core sent columns that do not fit together")
 
     def _on_undecodable(self, body: Buffer, error: ProtocolError) -> None:
         """Drops junk; what is our engine core's next message must not be lost, or somebody would wait for ever."""
         try:
             head = self._heads.decode(body)
         except ProtocolError:
-            self._drop("undecodable", str(error))
+            self._counters.drop("undecodable", str(error))
             return
         if head.epoch != self._epoch or head.sequence != self._expected:
-            self._drop("undecodable", str(error))
+            self._counters.drop("undecodable", str(error))
             return
         self._expected += 1
         if head.utility_output is None:
-            self.fail(EngineDeadError(f"the engine core sent outputs that cannot be decoded: {error}"))
+            self._give_up(f"the engine core sent outputs that cannot be decoded: {error}")
         else:
             report = ErrorReport(UTILITY_ERROR, f"the answer cannot be decoded: {error}", "")
             answer = UtilityOutput(head.utility_output.call_id, error=report)
@@ -154,6 +194,9 @@ class Receiver(ABC):
             fits = fits and min(message.counts, default=0) >= 0
         if message.finished:
             fits = fits and all(0 <= position < handles for position, _, _ in message.finished)
+        if message.extras is not None:
+            for name in message.extras.__struct_fields__:
+                fits = fits and all(0 <= position < handles for position in getattr(message.extras, name))
         return fits
 
     def _accept(self, message: EngineCoreOutputs) -> None:
@@ -163,60 +206,27 @@ class Receiver(ABC):
             self.scheduler_stats = message.scheduler_stats
         elif not message.handles:
             return
-        if self._needs_ids:
+        if self._listener.needs_ids:
             get = self._pending.request_ids.get
             message.request_ids = [get(handle) for handle in message.handles]
+        if self._journal is not None:
+            self._journal.note(message)
         if message.finished:
             self._pending.end_finished(message)
-        self._deliver(message)
-
-    @property
-    def _needs_ids(self) -> bool:
-        """Whether whoever gets the message will ask for the user's request ids."""
-        return True
-
-    @abstractmethod
-    def _deliver(self, message: EngineCoreOutputs) -> None:
-        """Hands on a message with outputs or scheduler stats."""
-
-    @abstractmethod
-    def _deliver_end(self, cause: EngineDeadError) -> None:
-        """Tells whoever waits for messages that there will be no more."""
-
-    def _on_notification(self, payload: tuple[str, int]) -> bool:
-        """Takes a notification of elastic scaling; False if there is nobody to take it."""
-        return False
+        self._listener.deliver(message)
 
     def _on_utility_output(self, output: UtilityOutput) -> None:
         if output.call_id != EEP_NOTIFICATION_CALL_ID:
             _process_utility_output(output, self._pending.utility_results)
         elif output.result:
             if not _is_notification(output.result):
-                self._drop("malformed notification", repr(output.result))
-            elif not self._on_notification((output.result[0], output.result[1])):
-                self._drop("unexpected notification", repr(output.result))
+                self._counters.drop("malformed notification", repr(output.result))
+            elif not self._listener.on_notification((output.result[0], output.result[1])):
+                self._counters.drop("unexpected notification", repr(output.result))
 
-    def _drop(self, reason: str, detail: str) -> None:
-        if not self.dropped[reason]:
-            logger.warning("dropped a message on the output socket (%s): %s; more are only counted", reason, detail)
-        self.dropped[reason] += 1
-
-    def fail(self, cause: EngineDeadError) -> None:
-        """Ends everything that waits, now and for ever after. Only the first cause counts."""
-        if self.failure is not None:
-            return
-        if cause.pid is None:
-            cause.rank, cause.incarnation, cause.pid = self._engine
-        self.failure = cause
-        if not isinstance(cause, ClientClosedError):
-            self._give_up()
-        if self._can_tell():
-            self._pending.fail_all(cause)
-            self._deliver_end(cause)
-
-    def _can_tell(self) -> bool:
-        """Whether anybody may be waiting."""
-        return True
+    def _give_up(self, reason: str) -> None:
+        self.ended = True
+        self._listener.on_broken(self._rank, reason)
 
 
 def _is_notification(payload: Any) -> bool:

@@ -68,6 +68,17 @@ class Sender:
         request.arrival_time = request.arrival_time or time.time()
         handle = self._pending.add_request(request.request_id)
         try:
+            self.send_request(request, handle)
+        except InvalidRequestError:
+            self._pending.end_request(handle)
+            raise
+        if self._pending.journal is not None:
+            self._pending.journal.add(handle, request)
+        return handle
+
+    def send_request(self, request: EngineCoreRequest, handle: int) -> None:
+        """Sends a request that has been entered. Raises as `add_request`."""
+        try:
             frames = self._encode(
                 AddRequest(
                     self._epoch,
@@ -78,13 +89,12 @@ class Sender:
                     request.inputs,
                     request.client_index,
                     request.arrival_time,
+                    request.num_output_tokens,
                 )
             )
         except _UNSENDABLE as error:
-            self._pending.end_request(handle)
             raise InvalidRequestError(f"request {request.request_id!r} cannot be sent: {error}") from error
         self._post([EngineCoreRequestType.ADD.value, *frames], handle)
-        return handle
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Aborts requests by the user's ids; unknown ones are no error."""

@@ -6,7 +6,7 @@ import concurrent.futures
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from outboard.client.base import EngineCoreClient
 from outboard.errors import UtilityTimeoutError
@@ -15,12 +15,27 @@ from outboard.protocol.messages import EngineCoreOutputs, EngineCoreRequest
 __all__ = ["SyncClient"]
 
 
+class Outbound(Protocol):
+    """Where requests and calls go."""
+
+    def add_request(self, request: EngineCoreRequest) -> int: ...
+    def abort_requests(self, request_ids: Sequence[str]) -> None: ...
+    def call(
+        self, future: concurrent.futures.Future[Any], method: str, args: Sequence[Any], kwargs: dict[str, Any] | None
+    ) -> int: ...
+
+
 class SyncClient(EngineCoreClient):
     """A client whose calls block. Its methods may be called from several threads."""
 
     def __init__(self) -> None:
         # Guards the pending table, the sender and the receiver. Reentrant: a future's callback may call again.
         self._lock = threading.RLock()
+
+    @property
+    @abstractmethod
+    def _outbound(self) -> Outbound:
+        """Where requests and calls go."""
 
     def add_request(self, request: EngineCoreRequest) -> int:
         """Sends a request to the engine core; its handle, which is never used again.
@@ -34,12 +49,12 @@ class SyncClient(EngineCoreClient):
         """
         with self._lock:
             self.validate_alive()
-            return self._sender.add_request(request)
+            return self._outbound.add_request(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Ends requests: no output of theirs is delivered any more. Unknown and finished ids are no error."""
         with self._lock:
-            self._sender.abort_requests(request_ids)
+            self._outbound.abort_requests(request_ids)
 
     @abstractmethod
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
@@ -82,7 +97,7 @@ class SyncClient(EngineCoreClient):
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
             self.validate_alive()
-            call_id = self._sender.call(future, method, args, kwargs)
+            call_id = self._outbound.call(future, method, args, kwargs)
         try:
             return self._typed(method, self._wait_for(future, timeout))
         except concurrent.futures.TimeoutError:

@@ -7,12 +7,13 @@ import queue
 from typing import Any
 
 from outboard.client.base import MPClient
-from outboard.client.output_thread import OutputThread
-from outboard.client.queue_receiver import QueueReceiver
-from outboard.client.sync_client import SyncClient
+from outboard.client.delivery import Delivery
+from outboard.client.queue_delivery import QueueDelivery
+from outboard.client.sync_client import Outbound, SyncClient
+from outboard.client.thread_loop import ThreadLoop
 from outboard.config import EngineConfig
+from outboard.launch.group import EngineAddresses
 from outboard.protocol.messages import EngineCoreOutputs
-from outboard.transport.reader import SocketReader
 
 __all__ = ["SyncMPClient"]
 
@@ -32,44 +33,42 @@ class SyncMPClient(SyncClient, MPClient):
     """
 
     def __init__(
-        self, config: EngineConfig | str | type[Any], *, client_index: int = 0, cancel_fd: int | None = None
+        self,
+        config: EngineConfig | str | type[Any] | None = None,
+        *,
+        addresses: EngineAddresses | None = None,
+        client_index: int = 0,
+        cancel_fd: int | None = None,
     ) -> None:
         SyncClient.__init__(self)
-        MPClient.__init__(self, config, client_index=client_index, cancel_fd=cancel_fd)
-        resources = self._resources
-        engine = self.core_engines[0]
         self.outputs_queue: queue.Queue[EngineCoreOutputs | None] = queue.Queue()
-        self._receiver: QueueReceiver = QueueReceiver(
-            self.outputs_queue,
-            self._pending,
-            self._epoch,
-            (engine.rank, engine.incarnation, engine.pid),
-            resources.on_engine_dead,
-            resources.process.kill,
-            resources.memory.reader,
-        )
-        reader = SocketReader(self._output_socket, self._receiver.on_message)
-        self._thread = OutputThread(
-            self._output_socket, reader, self._receiver, self._lock, resources.process, engine.rank, engine.incarnation
-        )
-        resources.timer = self._thread.call_later
-        resources.stop_thread = self._thread.stop
-        resources.on_dead = self._thread.on_dead
-        self._thread.start()
+        MPClient.__init__(self, config, addresses=addresses, client_index=client_index, cancel_fd=cancel_fd)
+        self._loop = ThreadLoop(self._lock)
+        self._resources.stop_thread = self._loop.stop
+        with self._lock:
+            self._membership.attach(self._loop)
+
+    def _make_delivery(self) -> Delivery:
+        self._delivery = QueueDelivery(self.outputs_queue)
+        return self._delivery
+
+    @property
+    def _outbound(self) -> Outbound:
+        return self._membership
 
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
         """The next message with outputs or scheduler stats; waits for it.
 
         Args, raises: as `SyncClient.get_output`.
         """
-        return self._receiver.next(timeout)
+        return self._delivery.next(timeout)
 
     def _wait_for(self, future: concurrent.futures.Future[Any], timeout: float | None) -> Any:
         return future.result(timeout)
 
     def _stop_reading(self) -> None:
         with self._lock:
-            self._receiver.fail(self._closed_error())
-        self._thread.stop()
-        self._thread.join(_JOIN_TIMEOUT)
-        self._resources.stop_reading()
+            self._membership.fail(self._closed_error())
+        self._loop.stop()
+        self._loop.join(_JOIN_TIMEOUT)
+        self._membership.stop_reading()

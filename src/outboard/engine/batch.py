@@ -1,37 +1,30 @@
-"""`OutputBatch`: what steps produce, as columns ready for the wire."""
+"""`OutputBatch`: what steps produce, as columns ready for the wire, one set a client."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, get_args
 
 from outboard.protocol.messages import OutputExtras
 from outboard.protocol.sampling import FinishReason
 
-__all__ = ["OutputBatch"]
+__all__ = ["Columns", "OutputBatch"]
 
 _FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 
+_Pick = Callable[[Sequence[int]], Sequence[int]]
 
-class OutputBatch:
-    """Collects what steps produce, as columns ready for the wire. The busy loop owns it and hands it to `step`.
 
-    Requests that were aborted or have finished are skipped quietly: an engine need not be quicker than its users.
+class Columns:
+    """One client's part of a batch: what waits to be sent to it, named as in `EngineCoreOutputs`.
+
+    Attributes:
+        open: its requests that have not ended: handle -> id.
     """
 
-    __slots__ = (
-        "_arrivals",
-        "_handles_by_id",
-        "_ids_by_handle",
-        "_last_handles",
-        "_last_ids",
-        "counts",
-        "extras",
-        "finished",
-        "handles",
-        "tokens",
-    )
+    __slots__ = ("counts", "extras", "finished", "handles", "open", "tokens")
 
     handles: list[int]
     tokens: list[int]
@@ -40,13 +33,60 @@ class OutputBatch:
     extras: OutputExtras | None
 
     def __init__(self) -> None:
-        self._handles_by_id: dict[str, int] = {}
-        self._ids_by_handle: dict[int, str] = {}
+        self.open: dict[int, str] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what waits, not the open requests."""
+        self.handles = []
+        self.tokens = []
+        self.counts = None
+        self.finished = None
+        self.extras = None
+
+    def extras_to_fill(self) -> OutputExtras:
+        """The rare fields, made with the first of them."""
+        if self.extras is None:
+            self.extras = OutputExtras(logprobs={}, results={}, errors={}, queue_times={}, num_cached_tokens={})
+        return self.extras
+
+
+class OutputBatch:
+    """Collects what steps produce, as columns ready for the wire. The busy loop owns it and hands it to `step`.
+
+    Requests that were aborted or have finished are skipped quietly: an engine need not be quicker than its users.
+
+    Args:
+        clock: what queue times are taken by, seconds.
+
+    Attributes:
+        ended: whether a request has ended; for the busy loop, which resets it.
+    """
+
+    __slots__ = (
+        "_arrivals",
+        "_clock",
+        "_columns",
+        "_handles",
+        "_last_handles",
+        "_last_ids",
+        "_owner",
+        "_parts",
+        "ended",
+    )
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._columns: dict[str, Columns] = {}
+        self._handles: dict[str, int] = {}
         self._arrivals: dict[str, float] = {}
-        # What `extend` was last given, and the handles of it: in a busy engine most steps have the same requests.
+        # What `extend` was last given, and whose it is, as a whole or in parts: in a busy engine most steps have the
+        # same requests, and often they are of one client.
         self._last_ids: list[str] = []
         self._last_handles: list[int] = []
-        self.clear()
+        self._owner: Columns | None = None
+        self._parts: list[tuple[Columns, list[int], _Pick]] = []
+        self.ended = False
 
     # --- for an engine's step ---
 
@@ -59,18 +99,29 @@ class OutputBatch:
         """
         if len(request_ids) != len(token_ids):
             raise ValueError(f"extend() got {len(request_ids)} request ids but {len(token_ids)} tokens")
-        if request_ids != self._last_ids:  # a comparison of pointers; a lookup each would cost ten times as much
-            try:
-                self._last_handles = list(map(self._handles_by_id.__getitem__, request_ids))
-            except KeyError:
-                for request_id, token_id in zip(request_ids, token_ids, strict=True):
-                    self.add(request_id, (token_id,))
-                return
-            self._last_ids = list(request_ids)
-        self.handles += self._last_handles
-        self.tokens += token_ids
-        if self.counts is not None:
-            self.counts.extend([1] * len(token_ids))
+        # A comparison of pointers; a lookup each would cost ten times as much.
+        if request_ids != self._last_ids and not self._split(request_ids):
+            for request_id, token_id in zip(request_ids, token_ids, strict=True):
+                self.add(request_id, (token_id,))
+            return
+        columns = self._owner
+        if columns is not None:
+            handles, mine = columns.handles, self._last_handles
+            if not handles:
+                columns.handles = mine  # no copy is made before something is added to it
+            elif handles is mine:
+                columns.handles = handles + mine
+            else:
+                handles += mine
+            columns.tokens += token_ids
+            if columns.counts is not None:
+                columns.counts.extend([1] * len(token_ids))
+            return
+        for columns, handles, pick in self._parts:
+            columns.handles += handles
+            columns.tokens += pick(token_ids)
+            if columns.counts is not None:
+                columns.counts.extend([1] * len(handles))
 
     def add(
         self,
@@ -98,76 +149,97 @@ class OutputBatch:
         """
         if finish_reason is not None and finish_reason not in _FINISH_REASONS:
             raise ValueError(f"finish_reason must be one of {', '.join(_FINISH_REASONS)}, not {finish_reason!r}")
-        handle = self._handles_by_id.get(request_id)
-        if handle is None:
+        columns = self._columns.get(request_id)
+        if columns is None:
             return
         count = len(token_ids)
-        if count != 1 and self.counts is None:
-            self.counts = [1] * len(self.handles)
-        position = len(self.handles)
-        self.handles.append(handle)
-        self.tokens.extend(token_ids)
-        if self.counts is not None:
-            self.counts.append(count)
+        if count != 1 and columns.counts is None:
+            columns.counts = [1] * len(columns.handles)
+        handles = columns.handles
+        if handles is self._last_handles:
+            handles = columns.handles = handles.copy()
+        position = len(handles)
+        handles.append(self._handles[request_id])
+        columns.tokens.extend(token_ids)
+        if columns.counts is not None:
+            columns.counts.append(count)
         if finish_reason is not None:
-            if self.finished is None:
-                self.finished = []
-            self.finished.append((position, finish_reason, stop_reason))
+            if columns.finished is None:
+                columns.finished = []
+            columns.finished.append((position, finish_reason, stop_reason))
+            self.ended = True
             self.close(request_id)
         if logprobs:
-            self._extras().logprobs[position] = logprobs
+            columns.extras_to_fill().logprobs[position] = logprobs
         if result is not None:
-            self._extras().results[position] = result
+            columns.extras_to_fill().results[position] = result
         if error is not None:
-            self._extras().errors[position] = error
+            columns.extras_to_fill().errors[position] = error
         if num_cached_tokens:
-            self._extras().num_cached_tokens[position] = num_cached_tokens
+            columns.extras_to_fill().num_cached_tokens[position] = num_cached_tokens
 
     def scheduled(self, request_id: str) -> None:
         """Says that a request left the waiting queue; its queue time is taken. Only the first call counts."""
         arrival = self._arrivals.pop(request_id, None)
         if arrival is not None:
             self.add(request_id)
-            self._extras().queue_times[len(self.handles) - 1] = time.monotonic() - arrival
+            columns = self._columns[request_id]
+            columns.extras_to_fill().queue_times[len(columns.handles) - 1] = self._clock() - arrival
 
     # --- for the busy loop ---
 
-    def open(self, request_id: str, handle: int) -> None:
-        """From now on the engine may produce for this request."""
-        self._handles_by_id[request_id] = handle
-        self._ids_by_handle[handle] = request_id
-        self._arrivals[request_id] = time.monotonic()
+    def open(self, request_id: str, handle: int, columns: Columns) -> None:
+        """From now on the engine may produce for this request of the client with these columns."""
+        self._columns[request_id] = columns
+        self._handles[request_id] = handle
+        self._arrivals[request_id] = self._clock()
+        columns.open[handle] = request_id
 
     def close(self, request_id: str) -> None:
         """From now on whatever the engine produces for this request is skipped."""
-        self._arrivals.pop(request_id, None)
-        handle = self._handles_by_id.pop(request_id, None)
-        if handle is not None:
-            del self._ids_by_handle[handle]
-            self._last_ids, self._last_handles = [], []
+        columns = self._columns.pop(request_id, None)
+        if columns is not None:
+            self._arrivals.pop(request_id, None)
+            del columns.open[self._handles.pop(request_id)]
+            self._last_ids, self._owner, self._parts = [], None, []
 
-    def request_id(self, handle: int) -> str | None:
-        """The request with this handle, if it has not ended."""
-        return self._ids_by_handle.get(handle)
+    def is_open(self, request_id: str) -> bool:
+        """Whether there is such a request, and it has not ended."""
+        return request_id in self._columns
 
     @property
     def open_requests(self) -> list[str]:
-        """Ids of the requests that have not ended."""
-        return list(self._handles_by_id)
+        """Ids of the requests that have not ended, of all clients."""
+        return list(self._columns)
 
     def __len__(self) -> int:
         """How many requests have not ended."""
-        return len(self._handles_by_id)
+        return len(self._columns)
 
-    def clear(self) -> None:
-        """Forgets the columns, not the open requests."""
-        self.handles = []
-        self.tokens = []
-        self.counts = None
-        self.finished = None
-        self.extras = None
+    def _split(self, request_ids: Sequence[str]) -> bool:
+        """Finds out whose these requests are; False if not all of them are open."""
+        try:
+            handles = list(map(self._handles.__getitem__, request_ids))
+        except KeyError:
+            return False
+        self._last_ids, self._owner, self._parts = list(request_ids), None, []
+        if not handles:
+            return True
+        first = self._columns[request_ids[0]]
+        if len(first.open) == len(self._columns):  # all requests that there are
+            self._last_handles, self._owner = handles, first
+            return True
+        positions: dict[Columns, list[int]] = {}
+        for position, columns in enumerate(map(self._columns.__getitem__, request_ids)):
+            positions.setdefault(columns, []).append(position)
+        for columns, mine in positions.items():
+            self._parts.append((columns, [handles[position] for position in mine], _picker(mine)))
+        return True
 
-    def _extras(self) -> OutputExtras:
-        if self.extras is None:
-            self.extras = OutputExtras(logprobs={}, results={}, errors={}, queue_times={}, num_cached_tokens={})
-        return self.extras
+
+def _picker(positions: list[int]) -> _Pick:
+    """What takes the items at these places out of a sequence."""
+    first, last = positions[0], positions[-1]
+    if last - first == len(positions) - 1:  # always where there is one, of which itemgetter would not make a sequence
+        return itemgetter(slice(first, last + 1))
+    return itemgetter(*positions)

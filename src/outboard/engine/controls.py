@@ -35,7 +35,7 @@ class Controls:
         admit: hands a request that was held to the engine.
 
     Attributes:
-        held: requests that came while paused, by handle, in order of arrival.
+        held: requests that came while paused, by id, in order of arrival.
         paused: whether new requests are to be held.
         frozen: whether no step may be taken.
         utilities: the utility calls by name; they go before the engine's own.
@@ -49,7 +49,7 @@ class Controls:
         self._sleeping = False
         self._profile: cProfile.Profile | None = None
         self._profile_path = Path()
-        self.held: dict[int, EngineCoreRequest] = {}
+        self.held: dict[str, EngineCoreRequest] = {}
         self.paused = False
         self.frozen = False
         self.utilities: dict[str, Callable[..., Any]] = {
@@ -184,8 +184,7 @@ class Controls:
         }
 
     def _abort_all(self) -> None:
-        held = {self._batch.request_id(handle) for handle in self.held}
-        running = [request_id for request_id in self._batch.open_requests if request_id not in held]
+        running = [request_id for request_id in self._batch.open_requests if request_id not in self.held]
         if running:
             self._engine.abort_requests(running)
             for request_id in running:

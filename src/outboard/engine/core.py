@@ -73,6 +73,10 @@ class EngineCore(ABC):
     def add_request(self, request: EngineCoreRequest) -> None:
         """Takes a request in; it is worked on by later steps.
 
+        One that an earlier engine core had begun is resumed here: the last `num_output_tokens` of its prompt are what
+        it has said already. An engine that then goes on exactly as the other would have says so in
+        `EngineInfo.exact_resume`; any other may take it all for a prompt.
+
         Raises:
             InvalidRequestError: the request cannot be served; it alone fails, with this message. So it does with any
                 other exception.
@@ -101,6 +105,13 @@ class EngineCore(ABC):
     def scheduler_stats(self) -> SchedulerStats | None:
         """Load, read after steps. Default None: the number of open requests counts as running."""
         return None
+
+    def progress(self) -> None:  # noqa: B027 - there is nothing to override
+        """A sign of life, for a step or another method that takes long: call it now and then, from any thread.
+
+        Without one an engine core counts as hanging after `FaultConfig.stall_timeout`. It costs 0.2 us. In an
+        engine-core process the busy loop puts the real one in the place of this, which does nothing.
+        """
 
     # --- controls; the busy loop does the pausing around them ---
 

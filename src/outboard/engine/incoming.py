@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
-from outboard.engine.loop import BadRequest, DeferredResult
+from outboard.engine.events import BadCall, BadRequest
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.messages import AbortRequests, AddRequest, EngineCoreRequestType, UtilityCall
 from outboard.protocol.shm import SlotReader
 from outboard.protocol.tensors import Buffer
 
-__all__ = ["Incoming"]
+__all__ = ["Drops", "Incoming"]
 
 logger = logging.getLogger("outboard.engine")
 
@@ -28,12 +28,27 @@ class _Head(msgspec.Struct, array_like=True):
     handle: int = -1
 
 
+class Drops:
+    """Counts what is dropped, and logs the first of each kind: whoever sends junk may send much of it."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def note(self, kind: str, what: object) -> None:
+        self.counts[kind] += 1
+        if self.counts[kind] == 1:
+            logger.warning("dropped a message to the engine core (%s): %s; more are only counted", kind, what)
+
+
 class Incoming:
     """Decodes messages; what is of another epoch or makes no sense is logged and dropped.
 
     Args:
         epoch: of the one client that may send.
         reader: for arrays that it puts into shared memory.
+
+    Attributes:
+        drops: what was dropped.
     """
 
     def __init__(self, epoch: int, reader: SlotReader | None = None) -> None:
@@ -44,19 +59,20 @@ class Incoming:
             EngineCoreRequestType.UTILITY.value: MsgpackDecoder(UtilityCall, reader),
         }
         self._heads: MsgpackDecoder[_Head] = MsgpackDecoder(_Head, reader)
+        self.drops = Drops()
 
     def decode(self, frames: Sequence[Buffer]) -> Any:
-        """The item for the busy loop's queue; None if the message was dropped. Never raises."""
+        """The item for the busy loop (events.py); None if the message was dropped. Never raises."""
         try:
             epoch, item = self._decode(frames)
         except ProtocolError as error:
-            logger.warning("dropped a message to the engine core: %s", error)
+            self.drops.note("undecodable", error)
             return None
-        except Exception:  # whatever it was: an engine core without its input thread would be deaf for ever
-            logger.exception("dropped a message to the engine core")
+        except Exception as error:  # whatever it was: an engine core without its input thread would be deaf for ever
+            self.drops.note(type(error).__name__, error)
             return None
         if epoch != self._epoch:
-            logger.warning("dropped a message of epoch %x to the engine core; its own is %x", epoch, self._epoch)
+            self.drops.note("epoch", f"of epoch {epoch:x}, where {self._epoch:x} was expected")
             return None
         return item
 
@@ -74,9 +90,7 @@ class Incoming:
             head = self._heads.decode(frames[1])
             if kind == EngineCoreRequestType.ABORT.value or head.handle < 0:
                 raise
-            if kind == EngineCoreRequestType.ADD.value:
-                return head.epoch, BadRequest(head.handle, str(error))
-            refused: Future[Any] = Future()  # or whoever called would wait for ever
-            refused.set_exception(ProtocolError(str(error)))
-            return head.epoch, DeferredResult(head.handle, refused)
+            # Or whoever sent it would wait for ever.
+            bad = BadRequest if kind == EngineCoreRequestType.ADD.value else BadCall
+            return head.epoch, bad(head.handle, str(error))
         return message.epoch, message

@@ -2,12 +2,13 @@
 
     RUNNING --stop--> STOPPING --all requests aborted, outputs flushed--> STOPPED
 
-Everything that happens comes through one queue, so that requests, aborts, utility calls, deferred results and signals
-have one order.
+Everything that happens comes through one queue, so that front ends that come and go, requests, aborts, utility calls,
+deferred results and signals have one order.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable
@@ -17,19 +18,24 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from outboard.engine.calls import convert_arguments
+from outboard.engine.client import Client
 from outboard.engine.controls import Controls
 from outboard.engine.core import EngineCore, OutputBatch, no_such_utility, utility_methods
-from outboard.engine.outgoing import Outgoing, OutputPort, describe, error_report
-from outboard.errors import InvalidRequestError, UtilityNotFoundError
+from outboard.engine.events import BadCall, BadRequest, ClientJoined, ClientLeft, DeferredResult, Stop
+from outboard.engine.outgoing import describe, error_report
+from outboard.errors import InvalidRequestError, ProtocolError, UtilityNotFoundError
 from outboard.protocol.messages import (
     AbortRequests,
     AddRequest,
     EngineCoreRequest,
+    ErrorReport,
+    SchedulerStats,
     UtilityCall,
     UtilityOutput,
 )
+from outboard.protocol.progress import FROZEN, IDLE, ProgressPage
 
-__all__ = ["BadRequest", "BusyLoop", "DeferredResult", "Stop"]
+__all__ = ["BusyLoop"]
 
 logger = logging.getLogger("outboard.engine")
 
@@ -39,26 +45,6 @@ _STATS_INTERVAL = 0.010
 _FLUSH_BOUND = 1.0
 
 
-class BadRequest:
-    """In the loop's queue: an ADD that was told apart by its handle but is no valid request."""
-
-    def __init__(self, handle: int, reason: str) -> None:
-        self.handle = handle
-        self.reason = reason
-
-
-class DeferredResult:
-    """In the loop's queue: the future that a utility method returned is done."""
-
-    def __init__(self, call_id: int, future: Future[Any]) -> None:
-        self.call_id = call_id
-        self.future = future
-
-
-class Stop:
-    """In the loop's queue: abort everything and end."""
-
-
 class _State(Enum):
     RUNNING = auto()
     STOPPING = auto()
@@ -66,39 +52,47 @@ class _State(Enum):
 
 
 class BusyLoop:
-    """Feeds an engine from a queue and sends what its steps produce.
+    """Feeds an engine from a queue and sends what its steps produce to whom it belongs.
 
     Args:
-        engine: the engine core.
-        inbox: what happens: messages and the items above. Filled by the input thread, by signal handlers (a
-            `SimpleQueue` may be put to from one) and by deferred results.
-        port: where outputs leave.
-        rank, epoch: stamped on every message.
+        engine: the engine core; its `progress` writes to the page from now on.
+        inbox: what happens (events.py). Filled by the input thread, by signal handlers (a `SimpleQueue` may be put to
+            from one) and by deferred results.
+        page: where to give signs of life.
+        rank: stamped on every message.
     """
 
-    def __init__(
-        self, engine: EngineCore, inbox: SimpleQueue[Any], port: OutputPort, *, rank: int = 0, epoch: int = 0
-    ) -> None:
+    def __init__(self, engine: EngineCore, inbox: SimpleQueue[Any], page: ProgressPage, *, rank: int = 0) -> None:
         self._engine = engine
         self._inbox = inbox
+        self._page = page
+        self._rank = rank
+        self._clients: dict[int, Client] = {}  # by epoch
         self._batch = OutputBatch()
-        self._outgoing = Outgoing(port, self._batch, engine.abort_requests, rank=rank, epoch=epoch)
         self._controls = Controls(engine, self._batch, self._admit)
         self._utilities: dict[str, Callable[..., Any]] = {
             **{name: getattr(engine, name) for name in utility_methods(engine)},
             **self._controls.utilities,
         }
+        engine.progress = page.sign  # type: ignore[method-assign]
         self._state = _State.RUNNING
         self._idle = True
+        self._stats = SchedulerStats()  # the engine's own may change in its hands
         self._stats_due = 0.0
         self._stop_by = 0.0
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._events: dict[type, Callable[[Any], None]] = {
+            tuple: self._on_message,
+            ClientJoined: self._on_joined,
+            ClientLeft: self._on_left,
+            DeferredResult: self._on_deferred,
+            Stop: self._on_stop,
+        }
+        self._items: dict[type, Callable[[Client, Any], None]] = {
             AddRequest: self._add,
             AbortRequests: self._abort,
             UtilityCall: self._call,
             BadRequest: self._refuse,
-            DeferredResult: self._deferred,
-            Stop: self._stop,
+            BadCall: self._refuse_call,
         }
 
     def run(self) -> None:
@@ -114,49 +108,113 @@ class BusyLoop:
         """
         engine = self._engine
         controls = self._controls
-        if self._idle or not self._inbox.empty():
-            self._take_input(timeout)
+        page = self._page
+        if self._idle:
+            self._wait(timeout)
+        elif not self._inbox.empty():
+            self._take(self._inbox.get_nowait())
         busy = self._state is _State.RUNNING and not controls.frozen and engine.has_work()
         if busy:
             engine.step(self._batch)
+            now = page.stepped()
+        else:
+            now = time.monotonic()
         if controls.paused:
             controls.after_step()
-        now = time.monotonic()
-        if not busy or now >= self._stats_due or self._batch.finished:
-            self._stats_due = now + _STATS_INTERVAL
-            self._outgoing.report(controls.stats())
-        self._outgoing.flush(now)
+        if not busy or self._batch.ended or now >= self._stats_due:
+            self._report_stats(now, busy)
+        for client in self._clients.values():
+            client.outgoing.flush(now)
         self._idle = not busy
-        if self._state is _State.STOPPING and (not self._outgoing.backlog or now > self._stop_by):
+        if busy:
+            return
+        page.alive(FROZEN if controls.frozen else IDLE)
+        if self._state is _State.STOPPING and (now > self._stop_by or not self._backlog()):
             self._state = _State.STOPPED
+
+    def report_death(self, report: ErrorReport) -> None:
+        """Tells every client, as the last, what ends this engine core."""
+        for client in self._clients.values():
+            client.outgoing.report_death(report)
+
+    def close(self, linger_ms: int) -> None:
+        """Closes all ports; what they hold may take so long to leave."""
+        for client in self._clients.values():
+            client.port.close(linger_ms)
+        self._clients.clear()
 
     # --- input ---
 
-    def _take_input(self, timeout: float | None) -> None:
-        inbox = self._inbox
-        if self._state is _State.STOPPING or self._outgoing.backlog:
-            retry_after = self._outgoing.retry_after
-            timeout = retry_after if timeout is None else min(timeout, retry_after)
+    def _wait(self, timeout: float | None) -> None:
+        """Takes what comes, or returns when it is time to try again to send."""
+        waits = [client.outgoing.retry_after for client in self._backlog()]
+        if timeout is not None:
+            waits.append(timeout)
         try:
-            item = inbox.get(timeout=timeout) if self._idle else inbox.get_nowait()
-            self._handlers[type(item)](item)
-            while not inbox.empty():
-                item = inbox.get_nowait()
-                self._handlers[type(item)](item)
+            event = self._inbox.get(timeout=min(waits, default=None))
         except Empty:
-            pass
+            event = None
+        self._page.alive()  # whatever comes now may take long
+        if event is not None:
+            self._take(event)
 
-    def _add(self, message: AddRequest) -> None:
+    def _take(self, event: Any) -> None:
+        """Handles this event and all that wait behind it."""
+        inbox = self._inbox
+        while True:
+            self._events[type(event)](event)
+            if inbox.empty():
+                return
+            event = inbox.get_nowait()
+
+    def _backlog(self) -> list[Client]:
+        return [client for client in self._clients.values() if client.outgoing.backlog]
+
+    def _on_message(self, message: tuple[int, Any]) -> None:
+        epoch, item = message
+        client = self._clients.get(epoch)
+        if client is None:  # it has left
+            return
+        self._page.took(client.slot)
+        if item is not None:
+            self._items[type(item)](client, item)
+
+    def _on_joined(self, joined: ClientJoined) -> None:
+        self._clients[joined.epoch] = Client(joined, self._batch, self._engine.abort_requests, self._rank)
+        self._page.clear(joined.slot)
+
+    def _on_left(self, left: ClientLeft) -> None:
+        client = self._clients.pop(left.epoch, None)
+        if client is None:
+            return
+        client.port.close(0)
+        self._drop(list(client.columns.open.values()))
+
+    def _on_stop(self, stop: Stop) -> None:
+        if self._state is _State.RUNNING:
+            self._state = _State.STOPPING
+            self._stop_by = time.monotonic() + _FLUSH_BOUND
+        if open_requests := self._batch.open_requests:
+            self._engine.abort_requests(open_requests)
+            for request_id in open_requests:
+                self._batch.add(request_id, finish_reason="abort")
+
+    # --- requests ---
+
+    def _add(self, client: Client, message: AddRequest) -> None:
+        if message.handle in client.columns.open:
+            logger.warning("dropped a request: its handle %d is in use", message.handle)
+            return
         try:
             request = message.to_request()
         except ValueError as error:  # the prompt ends inside a token
-            self._refuse(BadRequest(message.handle, describe(error)))
+            self._refuse(client, BadRequest(message.handle, describe(error)))
             return
-        self._batch.open(request.request_id, message.handle)
+        self._batch.open(request.request_id, message.handle, client.columns)
         if self._state is not _State.RUNNING:
             self._batch.add(request.request_id, finish_reason="abort")
         elif self._controls.paused:
-            self._controls.held[message.handle] = request
+            self._controls.held[request.request_id] = request
         else:
             self._admit(request)
 
@@ -168,35 +226,31 @@ class BusyLoop:
                 logger.exception("add_request failed for request %r", request.external_req_id)
             self._batch.add(request.request_id, finish_reason="error", error=describe(error))
 
-    def _refuse(self, item: BadRequest) -> None:
-        request_id = f"refused-{item.handle}"
-        self._batch.open(request_id, item.handle)
+    def _refuse(self, client: Client, item: BadRequest) -> None:
+        if item.handle in client.columns.open:
+            return
+        request_id = f"refused-{client.epoch:016x}-{item.handle}"
+        self._batch.open(request_id, item.handle, client.columns)
         self._batch.add(request_id, finish_reason="error", error=item.reason)
 
-    def _abort(self, message: AbortRequests) -> None:
-        batch = self._batch
-        ids = []
-        for handle in message.handles:
-            request_id = batch.request_id(handle)
-            if request_id is not None:
-                batch.close(request_id)
-                if self._controls.held.pop(handle, None) is None:
-                    ids.append(request_id)
-        if ids:
-            self._engine.abort_requests(ids)
+    def _abort(self, client: Client, message: AbortRequests) -> None:
+        known = client.columns.open
+        self._drop([known[handle] for handle in dict.fromkeys(message.handles) if handle in known])
 
-    def _stop(self, item: Stop) -> None:
-        if self._state is _State.RUNNING:
-            self._state = _State.STOPPING
-            self._stop_by = time.monotonic() + _FLUSH_BOUND
-        if open_requests := self._batch.open_requests:
-            self._engine.abort_requests(open_requests)
-            for request_id in open_requests:
-                self._batch.add(request_id, finish_reason="abort")
+    def _drop(self, request_ids: list[str]) -> None:
+        """Forgets open requests; nobody is told."""
+        held = self._controls.held
+        running = []
+        for request_id in request_ids:
+            self._batch.close(request_id)
+            if held.pop(request_id, None) is None:
+                running.append(request_id)
+        if running:
+            self._engine.abort_requests(running)
 
     # --- utility calls ---
 
-    def _call(self, call: UtilityCall) -> None:
+    def _call(self, client: Client, call: UtilityCall) -> None:
         method = self._utilities.get(call.method)
         try:
             if method is None:
@@ -204,21 +258,43 @@ class BusyLoop:
             args, kwargs = convert_arguments(method, call.args, call.kwargs)
             result = method(*args, **kwargs)
         except Exception as error:
-            self._answer(UtilityOutput(call.call_id, error=error_report(error)))
+            self._answer(client, UtilityOutput(call.call_id, error=error_report(error)))
             return
         if isinstance(result, Future):
-            result.add_done_callback(lambda future: self._inbox.put(DeferredResult(call.call_id, future)))
+            epoch = client.epoch
+            result.add_done_callback(lambda future: self._inbox.put(DeferredResult(epoch, call.call_id, future)))
         else:
-            self._answer(UtilityOutput(call.call_id, result))
+            self._answer(client, UtilityOutput(call.call_id, result))
 
-    def _deferred(self, item: DeferredResult) -> None:
+    def _refuse_call(self, client: Client, item: BadCall) -> None:
+        self._answer(client, UtilityOutput(item.call_id, error=error_report(ProtocolError(item.reason))))
+
+    def _on_deferred(self, deferred: DeferredResult) -> None:
+        client = self._clients.get(deferred.epoch)
+        if client is None:  # it has left
+            return
         try:
-            answer = UtilityOutput(item.call_id, item.future.result(timeout=0))
+            answer = UtilityOutput(deferred.call_id, deferred.future.result(timeout=0))
         except BaseException as error:  # CancelledError too: whatever ended the future is the caller's
-            answer = UtilityOutput(item.call_id, error=error_report(error))
-        self._answer(answer)
+            answer = UtilityOutput(deferred.call_id, error=error_report(error))
+        self._answer(client, answer)
 
-    def _answer(self, answer: UtilityOutput) -> None:
+    def _answer(self, client: Client, answer: UtilityOutput) -> None:
         """Sends an answer behind all outputs so far, or keeps it with them."""
-        self._outgoing.answer(answer)
-        self._outgoing.flush(time.monotonic())
+        client.outgoing.answer(answer)
+        client.outgoing.flush(time.monotonic())
+
+    # --- load ---
+
+    def _report_stats(self, now: float, busy: bool) -> None:
+        """To all clients, at intervals and when idle; in between to those that are sent something anyway."""
+        self._batch.ended = False
+        stats = self._controls.stats()
+        if stats != self._stats:
+            self._stats = copy.copy(stats)
+        everyone = not busy or now >= self._stats_due
+        if everyone:
+            self._stats_due = now + _STATS_INTERVAL
+        for client in self._clients.values():
+            if everyone or client.columns.handles:
+                client.outgoing.report(self._stats)

@@ -1,4 +1,4 @@
-"""What an engine core sends to its client: columns, answers, load. Nothing here waits.
+"""What an engine core sends to one client: columns, answers, load. Nothing here waits.
 
 What the port does not take stays, and later outputs are added to it: a slow front end costs memory for tokens, never
 for messages. Outputs leave inline, after each step: a thread for them would wait for the GIL up to a whole switch
@@ -7,15 +7,21 @@ interval a message.
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from outboard.engine.core import OutputBatch
+from outboard.engine.batch import Columns, OutputBatch
 from outboard.errors import InvalidRequestError
-from outboard.protocol.messages import EngineCoreOutputs, ErrorReport, OutputExtras, SchedulerStats, UtilityOutput
+from outboard.protocol.messages import (
+    EngineCoreDead,
+    EngineCoreOutputs,
+    ErrorReport,
+    OutputExtras,
+    SchedulerStats,
+    UtilityOutput,
+)
 
 __all__ = ["Outgoing", "OutputPort", "describe", "error_report"]
 
@@ -32,7 +38,7 @@ Frames = Sequence[Any]
 class OutputPort(Protocol):
     """Where outputs leave. Never blocks."""
 
-    def encode(self, message: EngineCoreOutputs) -> Frames:
+    def encode(self, message: EngineCoreOutputs | EngineCoreDead) -> Frames:
         """Raises TypeError, ValueError or OverflowError for what cannot be sent."""
         ...
 
@@ -44,14 +50,18 @@ class OutputPort(Protocol):
         """False if it is not taken."""
         ...
 
+    def close(self, linger_ms: int) -> None:
+        """The end; what has been sent and has not left may take so long."""
+        ...
+
 
 class Outgoing:
-    """Sends a batch's columns, each answer in a message of its own, and the load where it has changed.
+    """Sends columns, each answer in a message of its own, and the load where it has changed.
 
     Args:
         port: where messages leave.
-        batch: the columns that wait.
-        abort_requests: the engine's; for requests whose result cannot be sent.
+        columns: those that wait.
+        batch, abort_requests: the engine's; for requests whose result cannot be sent.
         rank, epoch: stamped on every message.
 
     Attributes:
@@ -61,6 +71,7 @@ class Outgoing:
     def __init__(
         self,
         port: OutputPort,
+        columns: Columns,
         batch: OutputBatch,
         abort_requests: Callable[[list[str]], None],
         *,
@@ -68,6 +79,7 @@ class Outgoing:
         epoch: int,
     ) -> None:
         self._port = port
+        self._columns = columns
         self._batch = batch
         self._abort_requests = abort_requests
         self._rank = rank
@@ -82,16 +94,19 @@ class Outgoing:
     @property
     def backlog(self) -> bool:
         """Whether something waits to be sent."""
-        return bool(self._batch.handles or self._answers or self._stats)
+        return bool(self._columns.handles or self._answers or self._stats)
 
     def answer(self, answer: UtilityOutput) -> None:
         """Adds the answer to a utility call; it leaves behind all outputs so far."""
         self._answers.append(answer)
 
     def report(self, stats: SchedulerStats) -> None:
-        """Notes the load, to be sent if it has changed."""
-        # A copy: an engine may hand out one object again and again, with other values in it.
-        self._stats = copy.copy(stats) if stats != self._stats_sent else None
+        """Notes the load, which does not change any more, to be sent if it is another than before."""
+        self._stats = stats if stats != self._stats_sent else None
+
+    def report_death(self, report: ErrorReport) -> None:
+        """Sends ENGINE_CORE_DEAD, if the port takes it."""
+        self._port.send(self._port.encode(EngineCoreDead(self._rank, self._epoch, report)))
 
     def flush(self, now: float) -> None:
         """Sends what there is, as far as the port takes it.
@@ -99,8 +114,8 @@ class Outgoing:
         Args:
             now: `time.monotonic()`.
         """
-        batch = self._batch
-        while batch.handles or self._answers or self._stats is not None:
+        columns = self._columns
+        while columns.handles or self._answers or self._stats is not None:
             # Once refused, ask before encoding again: what is held grows.
             if (self._refused and not self._port.writable()) or not self._port.send(self._encode(now)):
                 self.retry_after = min(self.retry_after * 2, _LAST_RETRY) if self._refused else _FIRST_RETRY
@@ -111,33 +126,33 @@ class Outgoing:
             if self._stats is not None:
                 self._stats_sent = self._stats
                 self._stats = None
-            if batch.handles:
-                batch.clear()
+            if columns.handles:
+                columns.clear()
             elif self._answers:
                 self._answers.popleft()
 
     def _encode(self, now: float, repaired: bool = False) -> Frames:
         """The next message: columns if there are any, else an answer, else the load alone."""
-        batch = self._batch
+        columns = self._columns
         message = EngineCoreOutputs(
             self._rank,
             self._epoch,
             self._sequence,
             now,
-            batch.handles,
-            batch.tokens,
-            batch.counts,
-            batch.finished,
-            batch.extras,
+            columns.handles,
+            columns.tokens,
+            columns.counts,
+            columns.finished,
+            columns.extras,
             self._stats,
-            self._answers[0] if self._answers and not batch.handles else None,
+            self._answers[0] if self._answers and not columns.handles else None,
         )
         try:
             return self._port.encode(message)
         except _UNSENDABLE as error:
             if repaired:
                 raise
-            if batch.handles:
+            if columns.handles:
                 self._fail_unsendable_results()
             elif self._answers:
                 self._answers[0] = UtilityOutput(self._answers[0].call_id, error=error_report(error))
@@ -145,30 +160,30 @@ class Outgoing:
 
     def _fail_unsendable_results(self) -> None:
         """Ends each request whose result cannot be sent with an error of its own; the others are untouched."""
-        batch = self._batch
-        if batch.extras is None:
+        columns = self._columns
+        if columns.extras is None:
             return
-        batch.extras.errors = {position: _encodable(text) for position, text in batch.extras.errors.items()}
-        results = batch.extras.results
+        columns.extras.errors = {position: _encodable(text) for position, text in columns.extras.errors.items()}
+        results = columns.extras.results
         for position, result in list(results.items()):
             try:
                 self._port.encode(EngineCoreOutputs(0, 0, 0, 0.0, extras=OutputExtras(results={0: result})))
             except _UNSENDABLE as error:
                 del results[position]
-                self._fail(batch.handles[position], describe(error))
+                self._fail(columns.handles[position], describe(error))
 
     def _fail(self, handle: int, reason: str) -> None:
         """Ends a request with an error, also one that ends with the columns that wait to be sent."""
-        batch = self._batch
-        request_id = batch.request_id(handle)
+        columns = self._columns
+        request_id = columns.open.get(handle)
         if request_id is not None:
             self._abort_requests([request_id])
-            batch.add(request_id, finish_reason="error", error=reason)
+            self._batch.add(request_id, finish_reason="error", error=reason)
             return
-        for index, (position, _, _) in enumerate(batch.finished or ()):
-            if batch.handles[position] == handle and batch.finished is not None and batch.extras is not None:
-                batch.finished[index] = (position, "error", None)
-                batch.extras.errors[position] = reason
+        for index, (position, _, _) in enumerate(columns.finished or ()):
+            if columns.handles[position] == handle and columns.finished is not None and columns.extras is not None:
+                columns.finished[index] = (position, "error", None)
+                columns.extras.errors[position] = reason
 
 
 def error_report(error: BaseException) -> ErrorReport:

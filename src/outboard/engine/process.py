@@ -1,9 +1,9 @@
 """The engine-core process: `python -m outboard.engine`, started by a warden (launch/warden.py).
 
-    HELLO -> INIT -> import and construct the engine -> READY -> busy loop -> shutdown
+    HELLO -> INIT -> import and construct the engine -> READY -> serve front ends as they come and go -> shutdown
 
 The main thread runs the busy loop, the input thread receives and decodes. Where to connect comes by the environment,
-what to run by the INIT message.
+what to run by the INIT message, whom to serve by the control channel.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import Sequence
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any
@@ -23,29 +21,20 @@ from typing import Any
 import msgspec
 
 from outboard._version import __version__
-from outboard.config import TransportConfig
 from outboard.engine.calls import has_typed_result
 from outboard.engine.core import EngineCore, utility_methods
-from outboard.engine.incoming import Incoming
+from outboard.engine.events import Stop
+from outboard.engine.input import InputThread
 from outboard.engine.loader import IMPORTING_ENGINE, bind_options, load_engine_class
-from outboard.engine.loop import BusyLoop, Stop
+from outboard.engine.loop import BusyLoop
 from outboard.engine.outgoing import error_report
-from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder, check_size
+from outboard.engine.stacks import STACK_SIGNAL, dump_stacks_on_signal
+from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.environment import REPORT_FD, ChildEnvironment
-from outboard.protocol.messages import (
-    PROTOCOL_VERSION,
-    EngineCoreDead,
-    EngineCoreOutputs,
-    Failed,
-    Hello,
-    Init,
-    Ready,
-    Refused,
-)
+from outboard.protocol.messages import PROTOCOL_VERSION, Failed, Hello, Init, Ready, Refused
+from outboard.protocol.progress import ProgressPage
 from outboard.protocol.report import ReportPage
-from outboard.protocol.shm_pair import SharedMemory
-from outboard.protocol.tensors import Buffer
-from outboard.transport.sockets import ControlClient, InputReceiver, OutputSender, ZmqContext, make_context
+from outboard.transport.sockets import ControlClient, make_context
 
 __all__ = ["main"]
 
@@ -56,7 +45,7 @@ logger = logging.getLogger("outboard.engine")
 
 
 def main() -> int:
-    """Runs an engine core until its front end stops it; the exit status: 0 after a stop, 1 after an error."""
+    """Runs an engine core until its launcher stops it; the exit status: 0 after a stop, 1 after an error."""
     faulthandler.enable()  # a native crash then leaves a Python traceback in the stderr tail
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     environment = ChildEnvironment.take_from(os.environ)
@@ -64,22 +53,34 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _exit_at_once)
     context = make_context()
     control = ControlClient(context, environment.control_address)
-    token = environment.session_token
-    encode = msgspec.msgpack.Encoder().encode
+    control_is_ours = True
     try:
         init = _say_hello(control, environment)
+        page = ProgressPage()
         try:
             engine = _construct(init)
-            typed = [name for name in utility_methods(engine) if has_typed_result(getattr(engine, name))]
-            ready = encode(Ready(token, engine.info(), typed))
+            ready = _ready(engine, page, environment.session_token)
         except Exception as error:
             report.write_report(error_report(error))
-            control.send(encode(Failed(token, error_report(error))))
+            control.send(msgspec.msgpack.encode(Failed(environment.session_token, error_report(error))))
             return 1
-        return _serve(engine, init, context, control, ready, report)
+        inbox: SimpleQueue[Any] = SimpleQueue()
+        loop = BusyLoop(engine, inbox, page, rank=init.rank)
+        signal.signal(signal.SIGTERM, lambda signum, frame: inbox.put(Stop()))
+        # What start-up made stays for ever: the garbage collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        control.send(ready)
+        InputThread(context, control, inbox, init, environment.session_token).start()
+        control_is_ours = False
+        try:
+            return _run(engine, loop, report)
+        finally:
+            loop.close(_LINGER_MS)
     finally:
-        control.close()
-        context.term()
+        if control_is_ours:
+            control.close()
+        context.term()  # ends the input thread, which closes the control channel
 
 
 def _exit_at_once(signum: int, frame: FrameType | None) -> None:
@@ -107,37 +108,20 @@ def _construct(init: Init) -> EngineCore:
     return engine_class(**bind_options(engine_class, init.options))
 
 
-def _serve(
-    engine: EngineCore, init: Init, context: ZmqContext, control: ControlClient, ready: bytes, report: ReportPage
-) -> int:
-    limits = TransportConfig(high_water_mark=init.high_water_mark, max_message_bytes=init.max_message_bytes)
-    inbox: SimpleQueue[Any] = SimpleQueue()
-    receiver = InputReceiver(context, init.input_address, init.identity, limits)
-    memory = SharedMemory.join(init.arena)
-    encoder = MsgpackEncoder(init.inline_bytes, init.shared_memory_bytes, memory.pool)
-    port = _Port(OutputSender(context, init.output_address, limits), encoder, init.max_message_bytes)
-    incoming = Incoming(init.epoch, memory.reader)
-    threading.Thread(target=_receive, args=(receiver, inbox, incoming), name="outboard-input", daemon=True).start()
-    loop = BusyLoop(engine, inbox, port, rank=init.rank, epoch=init.epoch)
-    signal.signal(signal.SIGTERM, lambda signum, frame: inbox.put(Stop()))
-    # What start-up made stays for ever: the garbage collector need not look at it again and again.
-    gc.collect()
-    gc.freeze()
-    control.send(ready)
-    try:
-        return _run(engine, loop, init, port, report)
-    finally:
-        port.close()
+def _ready(engine: EngineCore, page: ProgressPage, session_token: str) -> bytes:
+    typed = [name for name in utility_methods(engine) if has_typed_result(getattr(engine, name))]
+    ready = Ready(session_token, engine.info(), typed, page.fd, dump_stacks_on_signal(), STACK_SIGNAL)
+    return msgspec.msgpack.encode(ready)
 
 
-def _run(engine: EngineCore, loop: BusyLoop, init: Init, port: _Port, report: ReportPage) -> int:
+def _run(engine: EngineCore, loop: BusyLoop, report: ReportPage) -> int:
     status = 0
     try:
         loop.run()
     except Exception as error:
         logger.exception("the engine core failed")
         report.write_report(error_report(error))
-        port.send(port.encode(EngineCoreDead(init.rank, init.epoch, error_report(error))))
+        loop.report_death(error_report(error))
         status = 1
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is stopping already
     try:
@@ -148,42 +132,3 @@ def _run(engine: EngineCore, loop: BusyLoop, init: Init, port: _Port, report: Re
             report.write_report(error_report(error))
         status = 1
     return status
-
-
-class _Port:
-    """The busy loop's way out: encoder and PUSH socket. What is encoded and not sent is encoded again later."""
-
-    def __init__(self, sender: OutputSender, encoder: MsgpackEncoder, max_message_bytes: int) -> None:
-        self._sender = sender
-        self._max_message_bytes = max_message_bytes
-        self._encoder = encoder
-        self._unsent: Buffer | None = None
-        self.writable = sender.writable
-
-    def encode(self, message: EngineCoreOutputs | EngineCoreDead) -> Sequence[Buffer]:
-        if self._unsent is not None:
-            self._encoder.give_back(self._unsent)
-            self._unsent = None
-        frames = self._encoder.encode(message)
-        self._unsent = frames[0]
-        if len(frames) > 1 or len(frames[0]) > self._max_message_bytes:
-            check_size(frames, self._max_message_bytes)
-        return frames
-
-    def send(self, frames: Sequence[Buffer]) -> bool:
-        if not self._sender.send(frames):
-            return False
-        self._unsent = None
-        return True
-
-    def close(self) -> None:
-        self._sender.close(_LINGER_MS)
-
-
-def _receive(receiver: InputReceiver, inbox: SimpleQueue[Any], incoming: Incoming) -> None:
-    """The input thread: receives and decodes until the context is terminated."""
-    while (frames := receiver.receive()) is not None:
-        item = incoming.decode(frames)
-        if item is not None:
-            inbox.put(item)
-        del frames, item  # their arrays must not be held until the next message comes

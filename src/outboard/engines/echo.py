@@ -17,6 +17,7 @@ __all__ = ["EchoEngine"]
 class EchoEngine(EngineCore):
     """Returns the prompt's tokens one a step; then the request ends with "stop", or with "length" where it is cut.
 
+    A request that is resumed goes on where it was: what it has said already, at the prompt's end, is not said again.
     A request with an empty prompt and some `inputs` gets these back as its result.
 
     Args:
@@ -40,6 +41,9 @@ class EchoEngine(EngineCore):
 
     def add_request(self, request: EngineCoreRequest) -> None:
         length = len(request.prompt_token_ids)
+        said = request.num_output_tokens
+        if not 0 <= said <= length - said:
+            raise InvalidRequestError(f"{said} of {length} tokens cannot be what has been echoed of the others")
         if not length and request.inputs is None:
             raise InvalidRequestError("the prompt is empty and there are no inputs: nothing to echo")
         if self._max_model_len is not None and length >= self._max_model_len:
@@ -65,9 +69,9 @@ class EchoEngine(EngineCore):
         tokens: list[int] = []
         ended: list[str] = []
         for request_id, sequence in self._running.items():
-            if not sequence.prompt:
+            if sequence.position == len(sequence.prompt):
                 ended.append(request_id)
-                outputs.add(request_id, finish_reason="stop", result=sequence.inputs)
+                outputs.add(request_id, finish_reason="stop", result=None if sequence.prompt else sequence.inputs)
                 continue
             token = sequence.prompt[sequence.position]
             sequence.position += 1
@@ -90,7 +94,11 @@ class EchoEngine(EngineCore):
 
     def info(self) -> EngineInfo:
         return EngineInfo(
-            max_model_len=self._max_model_len, vocab_size=256, max_num_seqs=self._max_num_seqs, model="echo"
+            max_model_len=self._max_model_len,
+            vocab_size=256,
+            max_num_seqs=self._max_num_seqs,
+            model="echo",
+            exact_resume=True,
         )
 
     def scheduler_stats(self) -> SchedulerStats:
@@ -108,12 +116,13 @@ class _Sequence:
 
     def __init__(self, request: EngineCoreRequest, max_model_len: int | None) -> None:
         params = request.sampling_params
-        self.prompt = request.prompt_token_ids
+        length, said = len(request.prompt_token_ids), request.num_output_tokens
+        self.prompt = request.prompt_token_ids[: length - said]
         self.inputs = request.inputs
-        self.position = 0
-        self.limit = params.max_tokens
+        self.position = said
+        self.limit = None if params.max_tokens is None else said + params.max_tokens
         if max_model_len is not None:
             room = max_model_len - len(self.prompt)
             self.limit = room if self.limit is None else min(self.limit, room)
-        self.min_tokens = params.min_tokens
+        self.min_tokens = said + params.min_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())

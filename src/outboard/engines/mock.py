@@ -24,6 +24,7 @@ _ACK_WAIT_MS = 50
 class MockEngine(EngineCore):
     """Produces `max_tokens` tokens for every request: token `i` is `97 + i % 26`, that is "abc...zab...".
 
+    A request that is resumed goes on counting where it was.
     Requests that start at the same step say the same, so that a step costs the same for one request and for many.
 
     Args:
@@ -72,7 +73,7 @@ class MockEngine(EngineCore):
         self._added = 0
         # A tick is one token for every running request; a step has `tokens_per_step` of them.
         self._tick = 0
-        self._waiting: dict[str, int] = {}
+        self._waiting: dict[str, tuple[int, int]] = {}  # tokens that there were, tokens to come
         self._running: dict[str, tuple[int, int]] = {}
         self._by_start: dict[int, dict[str, None]] = {}
         self._by_end: dict[int, dict[str, None]] = {}
@@ -91,7 +92,7 @@ class MockEngine(EngineCore):
             raise InvalidRequestError("max_tokens must be set: this engine would never stop, it has no max_model_len")
         if not self._running and not self._waiting:
             self._deadline = None
-        self._waiting[request.request_id] = limit
+        self._waiting[request.request_id] = (request.num_output_tokens, limit)
         self._added += 1
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
@@ -121,6 +122,7 @@ class MockEngine(EngineCore):
             vocab_size=self._vocab_size,
             max_num_seqs=self._max_num_seqs,
             model="mock",
+            exact_resume=True,
         )
 
     def scheduler_stats(self) -> SchedulerStats:
@@ -137,8 +139,9 @@ class MockEngine(EngineCore):
     def _admit(self, outputs: OutputBatch) -> None:
         while self._waiting and len(self._running) < self._max_num_seqs:
             request_id = next(iter(self._waiting))
-            end = self._tick + self._waiting.pop(request_id) - 1
-            start = self._tick % _CYCLE
+            said, limit = self._waiting.pop(request_id)
+            end = self._tick + limit - 1
+            start = (self._tick - said) % _CYCLE
             self._running[request_id] = (start, end)
             self._by_start.setdefault(start, {})[request_id] = None
             self._by_end.setdefault(end, {})[request_id] = None

@@ -10,8 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from outboard.client.delivery import FailedOutputs
 from outboard.engine.core import Tokenizer
-from outboard.errors import EngineDeadError, SlowReaderError
+from outboard.errors import EngineDeadError, OutboardError, SlowReaderError
 from outboard.frontend.slot import RequestState, Slot
 from outboard.frontend.text import BatchDetokenizer
 from outboard.frontend.waiter import Waiter, Wake, WakeBatch
@@ -113,6 +114,9 @@ class Dispatcher:
     # --- messages with more than one token each ---
 
     def _dispatch_rich(self, message: EngineCoreOutputs) -> None:
+        if isinstance(message, FailedOutputs):
+            self._fail_some(message)
+            return
         touched: dict[int, Slot] = {}
         slots = [self._slots.get(handle) for handle in message.handles]
         start = 0
@@ -141,6 +145,9 @@ class Dispatcher:
         for position, logprobs in extras.logprobs.items():
             if (slot := slots[position]) is not None:
                 slot.add_logprobs(logprobs)
+        for position, behind in extras.resumed.items():
+            if (slot := slots[position]) is not None:
+                slot.request.metrics.resumed_at += (behind,)
         for position, error in extras.errors.items():
             if (slot := slots[position]) is not None:
                 slot.error = error
@@ -202,10 +209,7 @@ class Dispatcher:
             f"request {request.request_id!r}: its reader is behind by {slot.result_bytes} bytes of results, more than "
             f"stream_buffer_bytes={self._stream_buffer_bytes} allows; read faster, or raise it in TransportConfig"
         )
-        running = [other.handle for other in request.slots if self._slots.pop(other.handle, None) is not None]
-        del self.requests[request.request_id]
-        request.fail(error)
-        return running
+        return self._fail(request, error)
 
     def _notify(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
@@ -238,6 +242,25 @@ class Dispatcher:
         request.unfinished -= 1
         if not request.unfinished:
             del self.requests[request.request_id]
+
+    def _fail(self, request: RequestState, error: OutboardError) -> list[int]:
+        """Ends a whole request with an error; the handles of completions that had not ended."""
+        running = [slot.handle for slot in request.slots if self._slots.pop(slot.handle, None) is not None]
+        del self.requests[request.request_id]
+        request.fail(error)
+        return running
+
+    def _fail_some(self, message: FailedOutputs) -> None:
+        """Ends the requests of which a completion was lost; where there were others, they are aborted."""
+        assert message.cause is not None  # its maker gave it one
+        for handle in message.handles:
+            slot = self._slots.get(handle)
+            if slot is None:
+                continue
+            request = slot.request
+            self._abort_handles(self._fail(request, message.cause))
+            if request.on_output is not None:
+                self._call_back(request)
 
     def _fail_all(self, error: EngineDeadError) -> None:
         requests = list(self.requests.values())

@@ -16,6 +16,8 @@ from outboard.frontend.prompt import Prompt
 from outboard.frontend.running import RunningEngine
 from outboard.frontend.slot import OnOutput, Slot
 from outboard.frontend.stream import RequestStream
+from outboard.launch.group import EngineAddresses
+from outboard.protocol.control import EngineState, EngineStatus
 from outboard.protocol.messages import EngineInfo
 from outboard.protocol.sampling import SamplingParams
 
@@ -36,14 +38,33 @@ class AsyncLLM:
     Args:
         engine: an `EngineConfig`, or an engine name, reference or class with default settings.
         options: with a bare engine, the keyword arguments of its constructor.
+        addresses: in place of an engine: of an `EngineGroup` (`launch_engines`) that runs already. It is joined, beside
+            other front ends, and not ended.
+        client_index: there, the index of this front end.
     """
 
-    def __init__(self, engine: EngineLike, *, options: dict[str, Any] | None = None) -> None:
-        if isinstance(engine, EngineConfig):
+    def __init__(
+        self,
+        engine: EngineLike | None = None,
+        *,
+        options: dict[str, Any] | None = None,
+        addresses: EngineAddresses | None = None,
+        client_index: int = 0,
+    ) -> None:
+        self._addresses = addresses
+        self._client_index = client_index
+        if (engine is None) == (addresses is None):
+            raise ConfigError("give either an engine, which is started, or the addresses of a group")
+        if addresses is not None:
+            if options is not None:
+                raise ConfigError("options are for an engine that is started; the group's are in its addresses")
+            self.config = addresses.config
+        elif isinstance(engine, EngineConfig):
             if options is not None:
                 raise ConfigError("give options inside the EngineConfig, or a bare engine with options")
             self.config = engine
         else:
+            assert engine is not None  # see above
             self.config = EngineConfig(engine=engine, options=options or {})
         self._start_lock = asyncio.Lock()
         self._running: RunningEngine | None = None
@@ -69,7 +90,9 @@ class AsyncLLM:
             if self._closed:
                 raise _shut_down()
             if self._running is None:
-                self._launch = asyncio.ensure_future(RunningEngine.launch(self.config))
+                self._launch = asyncio.ensure_future(
+                    RunningEngine.launch(self.config, self._addresses, self._client_index)
+                )
                 try:
                     self._running = await self._launch
                 except asyncio.CancelledError:
@@ -153,9 +176,23 @@ class AsyncLLM:
             self._running.abort_requests(ids)
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine core is gone; `ClientClosedError` after shutdown."""
+        """Raises what is wrong: nothing is raised only where the engine core serves.
+
+        Raises:
+            EngineDeadError: it is gone; `EngineRestartedError`: and is being started again.
+            EngineStalledError: it makes no progress.
+            ClientClosedError: after shutdown.
+        """
         await self.start()
-        self.client.validate_alive()
+        self.client.check_health()
+
+    async def wait_for_state(self, *states: EngineState, rank: int = 0) -> EngineStatus:
+        """Waits until an engine core is in one of these states; its status. Bound it with `asyncio.timeout`.
+
+        `llm.client.subscribe` calls back with every change. Raises as `AsyncMPClient.wait_for_state`.
+        """
+        await self.start()
+        return await self.client.wait_for_state(*states, rank=rank)
 
     @property
     def client(self) -> AsyncMPClient:

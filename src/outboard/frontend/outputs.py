@@ -50,6 +50,8 @@ class RequestMetrics(msgspec.Struct, gc=False):
         e2e_latency: seconds from arrival until the end; None until then.
         num_prompt_tokens, num_cached_tokens: counts over all completions.
         num_generation_tokens: the same; complete with the last output.
+        resumed_at: behind how many tokens another incarnation of the engine core went on, each time one had died. With
+            `EngineInfo.exact_resume` what follows is what the first would have said, else a continuation of its own.
     """
 
     arrival_time: float = 0.0
@@ -59,6 +61,7 @@ class RequestMetrics(msgspec.Struct, gc=False):
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_cached_tokens: int = 0
+    resumed_at: tuple[int, ...] = ()
 
 
 class RequestOutput(msgspec.Struct, gc=False):

@@ -18,6 +18,7 @@ from outboard.frontend.prompt import PromptProcessor
 from outboard.frontend.slot import Slot
 from outboard.frontend.stream import RequestStream
 from outboard.frontend.text import TextState
+from outboard.launch.group import EngineAddresses
 from outboard.protocol.messages import EngineCoreRequest
 from outboard.protocol.sampling import SamplingParams
 
@@ -41,10 +42,14 @@ class RunningEngine:
         client.set_output_sink(self.dispatcher.on_message, request_ids=False)
 
     @classmethod
-    async def launch(cls, config: EngineConfig) -> RunningEngine:
-        client = await AsyncMPClient.launch(config)
+    async def launch(
+        cls, config: EngineConfig, addresses: EngineAddresses | None = None, client_index: int = 0
+    ) -> RunningEngine:
+        client = await AsyncMPClient.launch(
+            config if addresses is None else None, addresses=addresses, client_index=client_index
+        )
         try:
-            return cls(client, await asyncio.to_thread(_make_tokenizer, config))
+            return cls(client, await asyncio.to_thread(_make_tokenizer, client.config))
         except BaseException:
             await asyncio.shield(asyncio.to_thread(client.shutdown, 0))
             raise

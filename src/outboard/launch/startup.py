@@ -1,102 +1,63 @@
-"""Starting one engine core: process, handshake, and what to raise where it does not get ready."""
+"""What an engine core is told to run, and what to raise where it does not get ready."""
 
 from __future__ import annotations
 
 import os
-import time
+import sys
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
 
 import outboard.errors
-from outboard.config import FaultConfig
+from outboard.config import EngineConfig
+from outboard.engine.loader import IMPORTING_ENGINE
+from outboard.engines.registry import resolve_engine
 from outboard.errors import ConfigError, EngineStartupError, EngineStartupTimeout
-from outboard.launch.handshake import EngineHandshake, HandshakeState
+from outboard.launch.handshake import HandshakeState
 from outboard.launch.process import EngineProcess
-from outboard.protocol.environment import ChildEnvironment
-from outboard.protocol.messages import ErrorReport, Init, Ready
-from outboard.transport.session import SessionDirectory
-from outboard.transport.sockets import ControlServer
+from outboard.protocol.messages import ErrorReport, Init
+from outboard.protocol.tensors import is_scalar
 
-__all__ = ["StartCancelled", "start_engine_core"]
-
-# After an engine core has told why it fails, it needs a moment to end by itself.
-_EXIT_GRACE = 1.0
+__all__ = ["StartCancelled", "make_init", "startup_failure", "startup_timeout"]
 
 
 class StartCancelled(Exception):
-    """Whoever wanted this engine core has changed its mind; the process is gone."""
+    """Whoever wanted these engine cores has changed its mind; their processes are gone."""
 
 
-def start_engine_core(
-    init: Init,
-    *,
-    session: SessionDirectory,
-    control: ControlServer,
-    control_address: str,
-    faults: FaultConfig,
-    cancel_fd: int | None = None,
-) -> tuple[EngineProcess, Ready]:
-    """Starts an engine-core process and waits until it is ready. Blocks.
-
-    Args:
-        init: what it shall run, and where it connects.
-        session: its directory and token.
-        control: the bound control socket; `control_address` is where the child finds it.
-        faults: `startup_timeout` bounds the whole.
-        cancel_fd: a file descriptor that becomes readable when the start is to be given up.
+def make_init(config: EngineConfig) -> Init:
+    """What to run, for rank 0 and incarnation 0; for others replace these two.
 
     Raises:
-        ConfigError: the engine, an option or a model file is wrong (in its own subclass, the death report as cause).
-        EngineStartupError: the process died or could not construct the engine.
-        EngineStartupTimeout: it was not ready in time.
-        StartCancelled: `cancel_fd` became readable.
+        ConfigError: no such engine, options that cannot be sent, or this is a process that imports an engine.
     """
-    environment = ChildEnvironment(control_address, session.token, init.rank, init.incarnation)
-    process = EngineProcess.start({**os.environ, **environment.to_environ()}, session.path)
-    try:
-        ready = _shake_hands(process, init, session.token, control, faults, cancel_fd)
-    except BaseException:
-        process.kill()
-        process.wait(_EXIT_GRACE)
-        process.close()
-        raise
-    return process, ready
+    if importing := os.environ.get(IMPORTING_ENGINE):
+        raise ConfigError(
+            f"a client was started while an engine-core process imports {importing}; put whatever starts one under "
+            'if __name__ == "__main__":'
+        )
+    return Init(
+        engine=resolve_engine(config.engine),
+        options=_sendable_options(config.options),
+        sys_path=_search_path(),
+        rank=0,
+        incarnation=0,
+        high_water_mark=config.transport.high_water_mark,
+        max_message_bytes=config.transport.max_message_bytes,
+        inline_bytes=config.transport.inline_bytes,
+        shared_memory_bytes=config.transport.shared_memory_bytes,
+    )
 
 
-def _shake_hands(
-    process: EngineProcess,
-    init: Init,
-    token: str,
-    control: ControlServer,
-    faults: FaultConfig,
-    cancel_fd: int | None,
-) -> Ready:
-    handshake = EngineHandshake(token, init)
-    deadline = time.monotonic() + faults.startup_timeout
-    watched = [process.sentinel] if cancel_fd is None else [process.sentinel, cancel_fd]
-    while True:
-        ready = control.wait(watched, deadline - time.monotonic())
-        while (message := control.receive()) is not None:
-            sender, frames = message
-            answer = handshake.receive(sender, frames)
-            if handshake.hello is not None:
-                process.identify(handshake.hello.pid, handshake.hello.pgid)
-            if answer is not None:
-                control.send(sender, answer)
-        if handshake.ready is not None:
-            return handshake.ready
-        if handshake.failure is not None:
-            process.wait(_EXIT_GRACE)
-            raise _failure(process, init, handshake.failure)
-        if process.sentinel in ready:
-            process.wait(_EXIT_GRACE)
-            raise process.death("start-up", EngineStartupError, rank=init.rank, incarnation=init.incarnation)
-        if cancel_fd in ready:
-            raise StartCancelled
-        if time.monotonic() >= deadline:
-            raise _timed_out(process, init, handshake.state, faults.startup_timeout)
+def startup_failure(process: EngineProcess, init: Init, report: ErrorReport | None) -> ConfigError | EngineStartupError:
+    """What to raise for an engine core that ended before it was ready; with what it told by FAILED, if anything.
 
-
-def _failure(process: EngineProcess, init: Init, report: ErrorReport) -> ConfigError | EngineStartupError:
+    A `ConfigError` that its constructor raised comes back as what it is, with the death as its cause.
+    """
     error = process.death("start-up", EngineStartupError, rank=init.rank, incarnation=init.incarnation)
+    if report is None:
+        return error
     if not error.remote_type:
         error.remote_type, error.remote_message, error.remote_traceback = report.type, report.message, report.traceback
     module, _, name = report.type.rpartition(".")
@@ -108,14 +69,45 @@ def _failure(process: EngineProcess, init: Init, report: ErrorReport) -> ConfigE
     return error
 
 
-def _timed_out(
-    process: EngineProcess, init: Init, state: HandshakeState, startup_timeout: float
-) -> EngineStartupTimeout:
+def startup_timeout(process: EngineProcess, init: Init, state: HandshakeState, seconds: float) -> EngineStartupTimeout:
+    """What to raise for an engine core that was not ready in time; `state` is how far it had come."""
     return process.death(
         "start-up",
         EngineStartupTimeout,
-        reason=f"engine core rank {init.rank} was not ready within {startup_timeout:g} s: {state.value}; "
+        reason=f"engine core rank {init.rank} was not ready within {seconds:g} s: {state.value}; "
         "it has been killed. If loading takes that long, raise FaultConfig(startup_timeout=...)",
         rank=init.rank,
         incarnation=init.incarnation,
     )
+
+
+def _search_path() -> list[str]:
+    """Where the front end finds modules: its `sys.path`, and the working directory behind it."""
+    paths = [path for path in sys.path if isinstance(path, str)]
+    try:
+        here = os.getcwd()  # noqa: PTH109 - a plain string is wanted
+    except FileNotFoundError:  # it has been deleted
+        return [path for path in paths if path]
+    return [path or here for path in paths] + [here]
+
+
+def _sendable_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Engine options as plain msgpack values: paths become text, numpy scalars numbers.
+
+    Raises:
+        ConfigError: a value cannot be sent.
+    """
+    try:
+        plain: dict[str, Any] = msgspec.to_builtins(options, enc_hook=_plain)
+        msgspec.msgpack.encode(plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"the engine's options cannot be sent to it: {error}; use msgpack values") from error
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PurePath):
+        return str(value)
+    if is_scalar(value):
+        return value.item()
+    raise TypeError(f"no value of type {type(value).__module__}.{type(value).__qualname__}")

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from outboard.protocol.sampling import FinishReason, SamplingParams
-from outboard.protocol.shm import ArenaAddress
 
 __all__ = [
     "EEP_NOTIFICATION_CALL_ID",
@@ -75,6 +74,9 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
         external_req_id: in the engine core, the user's `request_id`; for logs.
         client_index: index of the front end that sent it; stamped by the client.
         arrival_time: `time.time()` at which the front end got it; 0 lets the client stamp it.
+        num_output_tokens: how many tokens at the end of the prompt are this request's own output: it is resumed after
+            an engine core died, and the engine goes on where they end. `max_tokens` and `min_tokens` count what is
+            still to come.
     """
 
     request_id: str
@@ -84,6 +86,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     external_req_id: str = ""
     client_index: int = 0
     arrival_time: float = 0.0
+    num_output_tokens: int = 0
 
 
 class EngineInfo(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -95,6 +98,8 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         max_num_seqs: requests that it runs at once; None: not said.
         model: a name for logs and for `/v1/models`.
         extra: whatever else; msgpack values.
+        exact_resume: whether a request that is resumed (`EngineCoreRequest.num_output_tokens`) goes on exactly as it
+            would have.
     """
 
     max_model_len: int | None = None
@@ -102,6 +107,7 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
     model: str = ""
     extra: dict[str, Any] = {}
+    exact_resume: bool = False
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -132,6 +138,7 @@ class AddRequest(msgspec.Struct, array_like=True):
     inputs: Any = None
     client_index: int = 0
     arrival_time: float = 0.0
+    num_output_tokens: int = 0
 
     def to_request(self) -> EngineCoreRequest:
         """The request as the engine core sees it."""
@@ -145,6 +152,7 @@ class AddRequest(msgspec.Struct, array_like=True):
             external_req_id=self.external_req_id,
             client_index=self.client_index,
             arrival_time=self.arrival_time,
+            num_output_tokens=self.num_output_tokens,
         )
 
 
@@ -193,6 +201,7 @@ class OutputExtras(msgspec.Struct, array_like=True):
         errors: why a request ended with "error".
         queue_times: seconds between its arrival in the engine core and its leaving the waiting queue.
         num_cached_tokens: prompt tokens that the prefix cache served.
+        resumed: made by the client: another incarnation goes on with that request, behind so many tokens.
     """
 
     logprobs: dict[int, list[dict[int, float]]] = {}
@@ -200,6 +209,7 @@ class OutputExtras(msgspec.Struct, array_like=True):
     errors: dict[int, str] = {}
     queue_times: dict[int, float] = {}
     num_cached_tokens: dict[int, int] = {}
+    resumed: dict[int, int] = {}
 
 
 class EngineCoreOutput(msgspec.Struct, gc=False):
@@ -308,10 +318,9 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
 
 class Init(msgspec.Struct, array_like=True, tag="init"):
-    """Answer to `Hello`: what to run and where to connect.
+    """Answer to `Hello`: what to run. Whom to serve comes after READY, by `AttachClient` (control.py).
 
-    `identity` is the engine core's ZeroMQ identity on the input socket, `sys_path` the front end's module search path,
-    `arena` where the client's shared memory is, if it has any; the engine core answers in there.
+    `sys_path` is the launcher's module search path.
     """
 
     engine: str
@@ -319,27 +328,26 @@ class Init(msgspec.Struct, array_like=True, tag="init"):
     sys_path: list[str]
     rank: int
     incarnation: int
-    epoch: int
-    client_index: int
-    identity: bytes
-    input_address: str
-    output_address: str
     high_water_mark: int
     max_message_bytes: int
     inline_bytes: int
     shared_memory_bytes: int = 0
-    arena: ArenaAddress | None = None
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine is constructed, its sockets are connected.
+    """The engine is constructed.
 
-    `typed_utilities` are those whose results need converting by the method's annotation.
+    `typed_utilities` are those whose results need converting by the method's annotation. `progress_fd` is the
+    descriptor of its progress page (progress.py), `stack_fd` that of a file to which faulthandler dumps its stacks on
+    signal `stack_signal`.
     """
 
     session_token: str
     info: EngineInfo
     typed_utilities: list[str] = []
+    progress_fd: int = -1
+    stack_fd: int = -1
+    stack_signal: int = 0
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outboard.engine.batch import Columns
 from outboard.engine.calls import convert_arguments
 from outboard.engine.core import EngineCore, no_such_utility, utility_methods
 from outboard.errors import InvalidRequestError, UtilityNotFoundError
@@ -89,6 +90,7 @@ class EngineHarness:
         self.steps = 0
         self._ids: list[str] = []  # by handle
         self._batch = RecordingBatch(clock)
+        self._columns = Columns()
         self._utilities = set(utility_methods(engine))
 
     @property
@@ -135,7 +137,7 @@ class EngineHarness:
         request.prompt_token_ids = array("i", request.prompt_token_ids)
         request.external_req_id = request.external_req_id or request_id
         record = self.requests[request_id] = RequestRecord(request)
-        self._batch.open(request_id, len(self._ids))
+        self._batch.open(request_id, len(self._ids), self._columns)
         self._ids.append(request_id)
         try:
             self.engine.add_request(request)
@@ -162,20 +164,20 @@ class EngineHarness:
             return []
         self.steps += 1
         self.engine.step(self._batch)
-        batch = self._batch
+        columns = self._columns
         outputs = EngineCoreOutputs(
             0,
             0,
             self.steps,
             0.0,
-            batch.handles,
-            batch.tokens,
-            batch.counts,
-            batch.finished,
-            batch.extras,
-            request_ids=[self._ids[handle] for handle in batch.handles],
+            columns.handles,
+            columns.tokens,
+            columns.counts,
+            columns.finished,
+            columns.extras,
+            request_ids=[self._ids[handle] for handle in columns.handles],
         ).outputs
-        batch.clear()
+        columns.clear()
         for output in outputs:
             self._record(output)
         return outputs

@@ -37,6 +37,7 @@ class Outbox:
     Attributes:
         tracked: (tracker, frames) of messages with frames that ZeroMQ did not copy, oldest first.
         unreachable: whether ZeroMQ has no connection to the peer.
+        sent: messages that ZeroMQ took.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Outbox:
         self._delay = 0.0  # 0: no retry is due
         self.tracked: deque[tuple[zmq.MessageTracker, Sequence[Buffer]]] = deque()
         self.unreachable = False
+        self.sent = 0
 
     def __len__(self) -> int:
         """Messages held here because ZeroMQ did not take them."""
@@ -123,6 +125,7 @@ class Outbox:
             self.unreachable = True
             return False
         self.unreachable = False
+        self.sent += 1
         # The identity reserved the place of all frames: the rest cannot be refused.
         send(frames[0], _MORE)
         if len(frames) == 2:  # type and body: most messages have no more

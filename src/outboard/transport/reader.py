@@ -7,8 +7,8 @@ others run, it puts itself back on the loop.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import zmq
 
@@ -25,6 +25,15 @@ _POLLIN = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
 
 
+class Loop(Protocol):
+    """What is needed of an event loop; asyncio's has it."""
+
+    def add_reader(self, fd: int, callback: Callable[..., Any], /, *args: Any) -> Any: ...
+    def remove_reader(self, fd: int, /) -> Any: ...
+    def call_soon(self, callback: Callable[..., Any], /, *args: Any) -> Any: ...
+    def is_closed(self) -> bool: ...
+
+
 class SocketReader:
     """Calls `on_message(body, auxiliary frames)` on the loop for every message of a socket.
 
@@ -36,13 +45,18 @@ class SocketReader:
         self._socket = socket
         self._fd = int(socket.getsockopt(zmq.FD))
         self._on_message = on_message
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: Loop | None = None
 
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+    def attach(self, loop: Loop) -> None:
         """Starts reading on `loop`; call it on that loop."""
         self._loop = loop
         loop.add_reader(self._fd, self._on_readable)
         loop.call_soon(self._on_readable)  # the edge of what came before add_reader is gone
+
+    def look_again(self) -> None:
+        """To be called after a send on the same socket, which may have eaten the edge."""
+        if self._loop is not None:
+            self._loop.call_soon(self._on_readable)
 
     def detach(self) -> None:
         """Stops reading; must precede the socket's close. Idempotent. Call it on the loop, or where none runs."""

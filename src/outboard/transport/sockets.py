@@ -2,7 +2,7 @@
 
     input    ROUTER (client, bound) -> DEALER (engine core)
     output   PUSH (engine core) -> PULL (client, bound)
-    control  DEALER (engine core) <-> ROUTER (launcher, bound): the handshake
+    control  DEALER (engine core, client) <-> ROUTER (launcher, bound): the handshake, states, introductions
 
 One socket for each direction: a send on a socket eats the edge of its file descriptor, and a reader that waits for that
 edge would sleep for ever.
@@ -27,6 +27,7 @@ from outboard.config import TransportConfig
 from outboard.protocol.tensors import Buffer
 
 __all__ = [
+    "ContextTerminated",
     "ControlClient",
     "ControlServer",
     "InputReceiver",
@@ -35,16 +36,23 @@ __all__ = [
     "ZmqSocket",
     "bind_input",
     "bind_output",
+    "check_descriptors",
+    "connect_control",
     "make_context",
+    "remove_socket_file",
     "wait_for_peers",
     "wait_readable",
 ]
 
 ZmqContext: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 ZmqSocket: TypeAlias = "zmq.Socket[bytes]"
+# What every call raises that meets the end of its context.
+ContextTerminated = zmq.ContextTerminated
 
-# A plain int: arithmetic on ZeroMQ's enums costs 1 us.
+# Plain ints: arithmetic on ZeroMQ's enums costs 1 us.
 _NOBLOCK = int(zmq.NOBLOCK)
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
 
 # File descriptors that a client may need: 17 with its process, its sockets and their engine core, and some to spare.
 _DESCRIPTORS = 32
@@ -62,6 +70,15 @@ def _os_errors() -> Iterator[None]:
         raise OSError(error.errno, f"ZeroMQ: {error.strerror}") from error
 
 
+@contextmanager
+def _closed_on_error(socket: ZmqSocket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        socket.close(linger=0)
+        raise
+
+
 @_os_errors()
 def make_context() -> ZmqContext:
     """A context with one IO thread. A context of our own can be terminated, so that nothing is left afterwards.
@@ -69,15 +86,24 @@ def make_context() -> ZmqContext:
     Raises:
         OSError: too few file descriptors are left; ZeroMQ would abort the whole process where it runs out of them.
     """
+    check_descriptors(_DESCRIPTORS, "a client")
+    return zmq.Context(io_threads=1)
+
+
+def check_descriptors(needed: int, who: str) -> None:
+    """Makes sure that so many file descriptors can be had.
+
+    Raises:
+        OSError: too few are left; ZeroMQ would abort the whole process where it runs out of them.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    if limit - used < _DESCRIPTORS:
+    if limit - used < needed:
         raise OSError(
             errno.EMFILE,
-            f"too few file descriptors are left: a client needs up to {_DESCRIPTORS}, {used} of {limit} are in use; "
+            f"too few file descriptors are left: {who} needs up to {needed}, {used} of {limit} are in use; "
             "raise the limit (ulimit -n)",
         )
-    return zmq.Context(io_threads=1)
 
 
 @_os_errors()
@@ -98,36 +124,69 @@ def bind_output(context: ZmqContext, address: str, config: TransportConfig) -> Z
     return socket
 
 
-class InputReceiver:
-    """An engine core's DEALER. Belongs to the input thread."""
+@_os_errors()
+def connect_control(context: ZmqContext, address: str) -> ZmqSocket:
+    """A client's DEALER to its launcher."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)  # a launcher that is busy for a moment loses nothing
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_CONTROL_BYTES)
+    socket.connect(address)
+    return socket
 
+
+class InputReceiver:
+    """An engine core's DEALER. Belongs to the input thread.
+
+    Attributes:
+        fd: for `SocketPoller`.
+
+    Raises:
+        OSError: the address or the identity is none, or too few file descriptors are left.
+    """
+
+    @_os_errors()
     def __init__(self, context: ZmqContext, address: str, identity: bytes, config: TransportConfig) -> None:
         self._socket = _make(context, zmq.DEALER, config)
-        self._socket.setsockopt(zmq.IDENTITY, identity)
-        self._socket.connect(address)
-        # A ROUTER can address a peer only once it knows its identity: the client waits for this before it is ready.
-        self._socket.send(b"")
+        with _closed_on_error(self._socket):
+            self._socket.setsockopt(zmq.IDENTITY, identity)
+            self._socket.connect(address)
+            # A ROUTER can address a peer only once it knows its identity: the client waits for this before it is ready.
+            self._socket.send(b"")
+        self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def receive(self) -> list[Buffer] | None:
-        """The frames of the next message; blocks. None once the context is terminated: the socket is then closed."""
-        try:
-            frames: list[Buffer] = []
-            while True:  # `recv_multipart` would ask the socket for what each frame knows: whether there are more
-                frame = SocketBase.recv(self._socket, copy=False)
-                frames.append(frame.buffer)
-                if not frame.more:
-                    return frames
-        except zmq.ContextTerminated:
-            self._socket.close(linger=0)
+        """The frames of the next message; None if there is none.
+
+        Raises:
+            ContextTerminated: it is time to close.
+        """
+        if not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
             return None
+        frames: list[Buffer] = []
+        while True:  # `recv_multipart` would ask the socket for what each frame knows: whether there are more
+            frame = SocketBase.recv(self._socket, _NOBLOCK, copy=False)
+            frames.append(frame.buffer)
+            if not frame.more:
+                return frames
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
 
 
 class OutputSender:
-    """An engine core's PUSH. Never blocks."""
+    """An engine core's PUSH. Never blocks.
 
+    Raises:
+        OSError: the address is none, or too few file descriptors are left.
+    """
+
+    @_os_errors()
     def __init__(self, context: ZmqContext, address: str, config: TransportConfig) -> None:
         self._socket = _make(context, zmq.PUSH, config)
-        self._socket.connect(address)
+        with _closed_on_error(self._socket):
+            self._socket.connect(address)
         # Past pyzmq's wrapper, which only adds arguments of other socket types.
         self._send = functools.partial(SocketBase.send, self._socket)
 
@@ -164,9 +223,11 @@ class ControlServer:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_CONTROL_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # else a ROUTER drops silently what a slow peer has not taken
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
 
-    def wait(self, fds: Sequence[int], timeout: float) -> set[int]:
+    def wait(self, fds: Sequence[int], timeout: float | None) -> set[int]:
         """Waits until a message is there or one of `fds` is readable, at most `timeout` seconds; the readable `fds`."""
         return wait_readable(self._socket, fds, timeout)
 
@@ -187,12 +248,17 @@ class ControlServer:
 
 
 class ControlClient:
-    """An engine core's end of the control channel: a DEALER."""
+    """An engine core's end of the control channel: a DEALER. The input thread's once the engine core is ready.
+
+    Attributes:
+        fd: for `SocketPoller`.
+    """
 
     def __init__(self, context: ZmqContext, address: str) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
+        self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def send(self, body: bytes) -> None:
         self._socket.send(body)
@@ -201,8 +267,27 @@ class ControlClient:
         """The next message; blocks. An owner that is gone ends this process, so there is no time limit here."""
         return self._socket.recv()
 
+    def receive_now(self) -> list[bytes] | None:
+        """The frames of the next message; None if there is none.
+
+        Raises:
+            ContextTerminated: it is time to close.
+        """
+        if not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
+            return None
+        return self._socket.recv_multipart(_NOBLOCK)
+
     def close(self) -> None:
+        """Closes; what has not left may take 1 s while the context terminates."""
         self._socket.close()
+
+
+def remove_socket_file(address: str) -> None:
+    """Removes the file of an `ipc://` address, which ZeroMQ leaves when it closes the socket. Never raises."""
+    try:
+        os.unlink(address.removeprefix("ipc://"))  # noqa: PTH108 - also called by finalizers: the less code the better
+    except OSError:
+        pass  # the whole session's directory may be gone
 
 
 def wait_readable(socket: ZmqSocket, fds: Sequence[int], timeout: float | None) -> set[int]:

@@ -1,4 +1,4 @@
-"""The asyncio client's side of a receiver: hooks, output sink, queue.
+"""The asyncio client's side of delivery: hooks, output sink, queue.
 
 Nothing in here refers to the client except weakly: the event loop holds the reader, the reader holds this, and the
 client can still be dropped.
@@ -13,13 +13,11 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from outboard.client.pending import PendingTable
-from outboard.client.receiver import Receiver
+from outboard.client.delivery import Delivery
 from outboard.errors import ClientClosedError, EngineDeadError
-from outboard.protocol.messages import EngineCoreOutputs, ErrorReport
-from outboard.protocol.shm import SlotReader
+from outboard.protocol.messages import EngineCoreOutputs
 
-__all__ = ["AsyncReceiver", "OutputSink"]
+__all__ = ["AsyncDelivery", "OutputSink"]
 
 logger = logging.getLogger("outboard.client")
 
@@ -31,13 +29,13 @@ OutputHook = Callable[[Any, EngineCoreOutputs], Awaitable[None] | None]
 NotificationHook = Callable[[Any, Any], Awaitable[None]]
 
 
-class AsyncReceiver(Receiver):
+class AsyncDelivery(Delivery):
     """Hands messages through `process_engine_outputs` to the sink or the queue, all on the event loop.
 
     Args:
         client: held weakly; for its hooks.
         outputs_queue: where messages go while there is no sink; `None` in it means that there will be no more.
-        pending, epoch, on_dead, give_up, reader: as `Receiver`.
+        fail: ends the client, where a hook or the sink raises, or reading is cancelled.
 
     Attributes:
         reading: a future that owns the reader; cancelling it cancels reading. None until attached.
@@ -47,14 +45,9 @@ class AsyncReceiver(Receiver):
         self,
         client: Any,
         outputs_queue: asyncio.Queue[EngineCoreOutputs | None],
-        pending: PendingTable,
-        epoch: int,
-        engine: tuple[int, int, int],
-        on_dead: Callable[[ErrorReport], None],
-        give_up: Callable[[], None],
-        reader: SlotReader | None = None,
+        fail: Callable[[EngineDeadError], None],
     ) -> None:
-        super().__init__(pending, epoch, engine, on_dead, give_up, reader)
+        self._fail = fail
         self._client = weakref.ref(client)
         self._queue = outputs_queue
         self._sink: Callable[[], OutputSink | None] | None = None
@@ -65,7 +58,7 @@ class AsyncReceiver(Receiver):
             asyncio.Queue() if inspect.iscoroutinefunction(self._output_hook) else None
         )
         self._ids_wanted = True
-        self._end_told = False
+        self._ended: EngineDeadError | None = None  # told to whoever waited
         self._detached = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.reading: asyncio.Future[None] | None = None
@@ -80,7 +73,7 @@ class AsyncReceiver(Receiver):
 
     def _on_reading_done(self, reading: asyncio.Future[None]) -> None:
         if reading.cancelled():
-            self.fail(EngineDeadError("reading was cancelled: output_queue_task was"))
+            self._fail(EngineDeadError("reading was cancelled: output_queue_task was"))
 
     def detach(self) -> None:
         """Cancels the tasks of hooks."""
@@ -101,20 +94,20 @@ class AsyncReceiver(Receiver):
                 self._queue.put_nowait(None)  # for those who still wait there
             else:
                 self._hand_on(message)
-        if self.failure is not None and self._end_told:
-            self._hand_on(self.failure.copy())
+        if self._ended is not None:
+            self._hand_on(self._ended.copy())
 
     @property
     def has_sink(self) -> bool:
         return self._sink is not None
 
-    # --- what a receiver's subclass defines ---
+    # --- what a delivery's subclass defines ---
 
     @property
-    def _needs_ids(self) -> bool:
+    def needs_ids(self) -> bool:
         return self._ids_wanted
 
-    def _deliver(self, message: EngineCoreOutputs) -> None:
+    def deliver(self, message: EngineCoreOutputs) -> None:
         if self._output_hook is None:
             self._hand_on(message)
         elif self._hook_queue is not None:
@@ -127,7 +120,7 @@ class AsyncReceiver(Receiver):
             else:
                 self._hand_on(message)
 
-    def _deliver_end(self, cause: EngineDeadError) -> None:
+    def end(self, cause: EngineDeadError) -> None:
         if self._hook_queue is None or isinstance(cause, ClientClosedError) or self.reading is None:
             self._tell_end(cause)
             return
@@ -136,13 +129,13 @@ class AsyncReceiver(Receiver):
         self.reading.get_loop().call_later(_LONGEST_HOOK, self._tell_end, cause)
 
     def _tell_end(self, cause: EngineDeadError) -> None:
-        if self._end_told:
+        if self._ended is not None:
             return
-        self._end_told = True
+        self._ended = cause
         self._queue.put_nowait(None)  # for those that wait there, sink or not
         self._hand_on(cause.copy())
 
-    def _can_tell(self) -> bool:
+    def can_tell(self) -> bool:
         if self.reading is None:
             return True
         if self.reading.get_loop().is_closed():
@@ -151,7 +144,7 @@ class AsyncReceiver(Receiver):
             self.reading.set_result(None)
         return True
 
-    def _on_notification(self, payload: tuple[str, int]) -> bool:
+    def notify(self, payload: tuple[str, int]) -> bool:
         client = self._client()
         if self._notification_hook is None or client is None:
             return False
@@ -173,7 +166,7 @@ class AsyncReceiver(Receiver):
             sink(message)
         except Exception as error:
             logger.exception("the output sink raised")
-            self.fail(_caused(f"the output sink raised {type(error).__name__}: {error}", error))
+            self._fail(_caused(f"the output sink raised {type(error).__name__}: {error}", error))
 
     @staticmethod
     async def _notify(hook: NotificationHook, client: Any, data: tuple[str, int]) -> None:
@@ -197,10 +190,10 @@ class AsyncReceiver(Receiver):
 
     def _on_hook_task_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() and not self._detached:
-            self.fail(EngineDeadError("the task of process_engine_outputs was cancelled"))
+            self._fail(EngineDeadError("the task of process_engine_outputs was cancelled"))
 
     def _hook_failed(self, error: Exception) -> None:
-        self.fail(_caused(f"process_engine_outputs raised {type(error).__name__}: {error}", error))
+        self._fail(_caused(f"process_engine_outputs raised {type(error).__name__}: {error}", error))
 
     def _start_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any) -> asyncio.Task[None]:
         task = loop.create_task(coroutine)

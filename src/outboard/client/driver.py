@@ -1,0 +1,23 @@
+"""What a client's parts need of whatever runs them: an event loop, or the thread of a blocking client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["Driver", "Timer"]
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Driver(Protocol):
+    """A part of `asyncio.AbstractEventLoop`."""
+
+    def add_reader(self, fd: int, callback: Callable[..., Any], /, *args: Any) -> Any: ...
+    def remove_reader(self, fd: int, /) -> Any: ...
+    def call_soon(self, callback: Callable[..., Any], /, *args: Any) -> Any: ...
+    def call_later(self, delay: float, callback: Callable[..., Any], /, *args: Any) -> Timer: ...
+    def time(self) -> float: ...
+    def is_closed(self) -> bool: ...

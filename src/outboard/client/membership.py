@@ -1,0 +1,466 @@
+"""What a client knows of its engine cores, by the control channel, and its links with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from outboard._version import __version__
+from outboard.client.delivery import Delivery
+from outboard.client.driver import Driver
+from outboard.client.link import Link
+from outboard.client.moves import Moves
+from outboard.client.pending import CallFuture, PendingTable
+from outboard.client.progress_watch import ProgressWatch
+from outboard.client.receiver import Counters
+from outboard.client.sender import Sender
+from outboard.client.stall import process_ended
+from outboard.errors import (
+    ClientClosedError,
+    EngineDeadError,
+    EngineRestartedError,
+    EngineStalledError,
+    EngineStartupError,
+    ProtocolError,
+)
+from outboard.launch.group import EngineAddresses
+from outboard.protocol.codec import MsgpackDecoder
+from outboard.protocol.control import (
+    Acknowledge,
+    Attached,
+    EngineState,
+    EngineStatus,
+    Join,
+    KillEngine,
+    Leave,
+    Welcome,
+    identity_of,
+)
+from outboard.protocol.messages import (
+    PROTOCOL_VERSION,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ErrorReport,
+    Refused,
+)
+from outboard.protocol.tensors import Buffer
+from outboard.transport.reader import SocketReader
+from outboard.transport.sockets import (
+    ZmqContext,
+    bind_input,
+    connect_control,
+    remove_socket_file,
+    wait_for_peers,
+    wait_readable,
+)
+
+__all__ = ["Membership", "OnStatus"]
+
+logger = logging.getLogger("outboard.client")
+
+OnStatus = Callable[[EngineStatus], None]
+
+# A launcher answers at once; this bounds what happens where it is stopped, or so busy that it is of no use.
+_JOIN_TIMEOUT = 30.0
+# An engine core that is attached has connected; its part of the connection is there in a moment.
+_CONNECT_TIMEOUT = 1.0
+# How long the news of a death may take that happened while nothing was read.
+_NEWS_TIMEOUT = 1.0
+# An engine core that said ENGINE_CORE_DEAD gets this long to end by itself, so that its exit code can be told.
+_EXIT_GRACE = 0.5
+_SERVING = (EngineState.READY, EngineState.STALLED)
+_GONE = (EngineState.DEAD, EngineState.STOPPED)
+
+
+class Membership:
+    """Follows the states of the engine cores, attaches to those that are ready, and ends what a dead one leaves.
+
+    Belongs to the thread of its client, and holds no reference to the client.
+
+    Args:
+        addresses: of the launcher.
+        client_index: of the client.
+        context: for all sockets.
+        pending: what waits.
+        delivery: who gets the messages.
+        owner: whether the engine cores are this client's own, so that it may have one killed.
+        give_up: called when the client is of no more use, unless it was shut down.
+
+    Attributes:
+        failure: the error that ended everything; None while all is well.
+        statuses: of the engine cores, by rank.
+        links: by rank; those that can be used, and those that end.
+        counters: of messages.
+    """
+
+    def __init__(
+        self,
+        addresses: EngineAddresses,
+        client_index: int,
+        context: ZmqContext,
+        pending: PendingTable,
+        delivery: Delivery,
+        owner: bool,
+        give_up: Callable[[], None],
+    ) -> None:
+        config = addresses.config
+        self._addresses = addresses
+        self._config = config
+        self._client_index = client_index
+        self._context = context
+        self._pending = pending
+        self._delivery = delivery
+        self._owner = owner
+        self._give_up = give_up
+        self._driver: Driver | None = None
+        self._slot = -1
+        self.failure: EngineDeadError | None = None
+        self.statuses: dict[int, EngineStatus] = {}
+        self.links: dict[int, Link] = {}
+        self._subscribers: list[OnStatus] = []
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decoder: MsgpackDecoder[Any] = MsgpackDecoder(Welcome | EngineStatus | Attached | Refused)
+        self._launcher_fd = -1 if owner else _pidfd_of_launcher(addresses)
+        self._input_address = f"ipc://{addresses.directory}/in-{secrets.token_hex(4)}"
+        self._input = bind_input(context, self._input_address, config.transport)
+        self._control = connect_control(context, addresses.control_address)
+        self._control_reader = SocketReader(self._control, self._on_control)
+        self._moves = Moves(pending, delivery, client_index, config)
+        self._watch = ProgressWatch(config.faults.stall_timeout, pending, self.links, self._tell)
+        self.counters = Counters()
+
+    # --- joining ---
+
+    def join(self) -> None:
+        """Joins, and attaches to all engine cores that are ready. Blocks; nothing is read on an event loop yet.
+
+        Raises:
+            EngineDeadError: the launcher refuses, does not answer, or is gone.
+        """
+        self._tell(Join(PROTOCOL_VERSION, __version__, self._addresses.session_token, self._client_index, os.getpid()))
+        # An engine core that is just being started again is waited for as at the first start.
+        deadline = time.monotonic() + _JOIN_TIMEOUT
+        startup_deadline = deadline + self._config.faults.startup_timeout
+        watched = [self._launcher_fd] if self._launcher_fd >= 0 else []
+        while self.failure is None and not self._joined:
+            left = (startup_deadline if self._slot >= 0 else deadline) - time.monotonic()
+            if left <= 0:
+                raise EngineStartupError(
+                    f"the launcher (pid {self._addresses.launcher_pid}) did not let this front end join in time; is it "
+                    "stopped?",
+                    phase="start-up",
+                )
+            gone = wait_readable(self._control, watched, left)
+            while self._control_reader.drain(1):
+                pass
+            if gone:
+                raise EngineStartupError(self._launcher_gone, phase="start-up")
+        if self.failure is not None:
+            raise self.failure.copy()
+        # What is sent to an engine core whose connection is not there yet waits for a timer.
+        identities = {identity_of(link.status.rank, link.status.incarnation) for link in self.links.values()}
+        wait_for_peers(self._input, identities, _CONNECT_TIMEOUT)
+
+    @property
+    def _joined(self) -> bool:
+        coming = [status.rank for status in self.statuses.values() if status.state not in _GONE]
+        return self._slot >= 0 and all(rank in self.links and self.links[rank].attached for rank in coming)
+
+    @property
+    def _launcher_gone(self) -> str:
+        return f"the launcher (pid {self._addresses.launcher_pid}) is gone, and the engine cores with it"
+
+    def attach(self, driver: Driver) -> None:
+        """Reads on, in `driver`'s thread. What has happened since `join` is taken note of before this returns."""
+        deadline = time.monotonic() + _NEWS_TIMEOUT
+        while any(link.is_dead and not link.ending for link in self.links.values()) and self.failure is None:
+            if time.monotonic() > deadline:
+                break
+            wait_readable(self._control, [], deadline - time.monotonic())
+            self._control_reader.drain(1)
+        while self.failure is None and self._control_reader.drain(1):
+            pass
+        self._driver = driver
+        if self.failure is not None:
+            return
+        self._control_reader.attach(driver)
+        if self._launcher_fd >= 0:
+            driver.add_reader(self._launcher_fd, self._on_launcher_gone)
+        self._watch.attach(driver)
+        for link in self.links.values():
+            if link.attached:
+                link.read_on(driver)
+
+    # --- what the client asks for ---
+
+    def subscribe(self, on_status: OnStatus) -> Callable[[], None]:
+        """Calls `on_status` with every change of an engine core's state; call the result to end that."""
+        self._subscribers.append(on_status)
+        return lambda: self._subscribers.remove(on_status) if on_status in self._subscribers else None
+
+    def add_request(self, request: EngineCoreRequest) -> int:
+        """Sends a request, or has it wait while its engine core is being started again; its handle."""
+        self._watch.arm()
+        link = self.links.get(0)
+        if link is not None and link.usable:
+            return link.sender.add_request(request)
+        self._settle()
+        return self._moves.hold(request)
+
+    def abort(self, handles: Sequence[int]) -> None:
+        """Aborts requests by handle; unknown ones are no error."""
+        self._sender.abort(handles)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Aborts requests by the user's ids; unknown ones are no error."""
+        self._sender.abort_requests(request_ids)
+
+    def call(self, future: CallFuture, method: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> int:
+        """Calls a utility method; the call id, under which `future` waits."""
+        self._watch.arm()
+        link = self.links.get(0)
+        if link is None or not link.usable:
+            self._settle()
+            raise self._restarting(self.statuses[0])
+        return link.sender.call(future, method, args, kwargs)
+
+    def check(self) -> None:
+        """Raises what is wrong with the engine cores, dead or not serving for now."""
+        if self.failure is not None:
+            raise self.failure.copy()
+        for status in self.statuses.values():
+            if status.state is EngineState.STALLED:
+                raise _stalled(status)
+            if status.state is EngineState.RESTARTING:
+                raise self._restarting(status)
+
+    def _settle(self) -> None:
+        """Raises the end of everything, where it is known but what was sent before it is still being taken."""
+        link = self.links.get(0)
+        if link is not None and link.ending and self.statuses[0].state in _GONE:
+            link.end_now()
+        if self.failure is not None:
+            raise self.failure.copy()
+
+    @property
+    def _sender(self) -> Sender:
+        link = self.links.get(0)
+        return link.sender if link is not None and link.usable else self._moves.waiting_room
+
+    # --- the end ---
+
+    def fail(self, cause: EngineDeadError) -> None:
+        """Ends everything that waits, now and for ever after. Only the first cause counts."""
+        if self.failure is not None:
+            return
+        status = self.statuses.get(0)
+        if cause.pid is None and status is not None:
+            cause.rank, cause.incarnation, cause.pid = status.rank, status.incarnation, status.pid
+        self.failure = cause
+        if not isinstance(cause, ClientClosedError):
+            self.stop_reading()
+            self._give_up()
+        if self._delivery.can_tell():
+            self._pending.fail_all(cause)
+            self._delivery.end(cause)
+
+    def stop_reading(self) -> None:
+        """Takes everything off the loop, and forgets what was not sent. Idempotent."""
+        self._watch.stop()
+        self._control_reader.detach()
+        driver = self._driver
+        if self._launcher_fd >= 0:
+            if driver is not None and not driver.is_closed():
+                driver.remove_reader(self._launcher_fd)
+            os.close(self._launcher_fd)
+            self._launcher_fd = -1
+        for link in self.links.values():
+            link.close()
+
+    def leave(self) -> None:
+        """Tells the launcher that this front end goes."""
+        if not self._control.closed:
+            self._tell(Leave())
+
+    def close_sockets(self, linger_ms: int = 0) -> None:
+        """Closes all sockets, which nobody may be using. Idempotent."""
+        for link in self.links.values():
+            link.close_socket()
+        self._input.close(linger=0)
+        remove_socket_file(self._input_address)
+        self._control.close(linger=linger_ms)
+
+    # --- the control channel ---
+
+    def _tell(self, message: Any) -> None:
+        self._control.send(self._encode(message))
+        self._control_reader.look_again()
+
+    def _on_control(self, body: Buffer, aux: Sequence[Buffer]) -> None:
+        try:
+            message = self._decoder.decode(body, aux)
+        except ProtocolError as error:
+            self.counters.drop("undecodable control message", str(error))
+            return
+        if self.failure is not None:
+            return
+        if isinstance(message, EngineStatus):
+            self._on_status(message)
+        elif isinstance(message, Attached):
+            self._on_attached(message)
+        elif isinstance(message, Welcome):
+            self._slot = message.slot
+            for status in message.engines:
+                self._on_status(status)
+        else:
+            self.fail(EngineDeadError(f"the launcher refuses this front end: {message.reason}"))
+
+    def _on_status(self, status: EngineStatus) -> None:
+        known = self.statuses.get(status.rank)
+        if known is not None and status.version <= known.version:
+            return
+        self.statuses[status.rank] = status
+        self._tell(Acknowledge(status.version))
+        link = self.links.get(status.rank)
+        if link is not None and not (status.state in _SERVING and status.incarnation == link.status.incarnation):
+            if status.state in _SERVING:  # already the next one: there is no time to wait for what is left of the last
+                link.end(lambda: self._on_link_over(link))
+                link.end_now()
+            elif not link.ending:
+                link.end(lambda: self._on_link_over(link))
+        elif link is None and status.state in _GONE:
+            self._on_rank_gone(status)
+        if self.failure is None and status.state in _SERVING and status.rank not in self.links:
+            self._attach_to(status)
+        for on_status in list(self._subscribers):
+            on_status(status)
+
+    def _attach_to(self, status: EngineStatus) -> None:
+        link = Link(
+            status,
+            self._slot,
+            self._client_index,
+            self._config,
+            self._context,
+            self._addresses.directory,
+            self._input,
+            self._pending,
+            self,
+            self.counters,
+            self._call_later,
+        )
+        self.links[status.rank] = link
+        self._tell(link.invitation(self._input_address))
+
+    def _on_attached(self, message: Attached) -> None:
+        link = self.links.get(message.rank)
+        if link is None or link.epoch != message.epoch or link.attached:
+            return
+        if message.refused:
+            self.fail(EngineDeadError(f"engine core rank {message.rank} refuses this front end: {message.refused}"))
+            return
+        link.on_attached()
+        if self._driver is not None:
+            link.read_on(self._driver)
+        self._moves.send_waiting(link)
+
+    # --- deaths ---
+
+    def _on_link_over(self, link: Link) -> None:
+        """All that a dead engine core had sent has been taken."""
+        link.close()
+        link.close_socket()
+        status = self.statuses[link.status.rank]
+        if self.links.get(status.rank) is link:
+            del self.links[status.rank]
+        self._watch.forget(status.rank)
+        if self.failure is not None:
+            return
+        if status.state in _GONE:
+            self._on_rank_gone(status)
+        else:
+            self._moves.after_death(status.rank, self._restarting(status))
+
+    def _on_rank_gone(self, status: EngineStatus) -> None:
+        if status.death is not None and status.state is EngineState.DEAD:
+            self.fail(EngineDeadError(**status.death.facts()))
+        else:
+            reason = f"engine core rank {status.rank} was shut down by its launcher"
+            self.fail(EngineDeadError(reason, phase="stopping", rank=status.rank, incarnation=status.incarnation))
+
+    def _restarting(self, status: EngineStatus) -> EngineRestartedError:
+        if status.death is not None:
+            return EngineRestartedError(**status.death.facts())
+        reason = f"engine core rank {status.rank} is not ready"
+        return EngineRestartedError(reason, rank=status.rank, incarnation=status.incarnation)
+
+    def _on_launcher_gone(self) -> None:
+        for link in list(self.links.values()):
+            link.end_now()  # a last look at what has come
+        self.fail(EngineDeadError(self._launcher_gone))
+
+    # --- for receivers ---
+
+    @property
+    def needs_ids(self) -> bool:
+        return self._delivery.needs_ids
+
+    def deliver(self, message: EngineCoreOutputs) -> None:
+        self._delivery.deliver(message)
+
+    def on_notification(self, payload: tuple[str, int]) -> bool:
+        return self._delivery.notify(payload)
+
+    def on_engine_dead(self, rank: int, report: ErrorReport) -> None:
+        """Its exit follows, and says more; where it does not follow, it is killed."""
+        status = self.statuses[rank]
+        reason = f"Engine core rank {rank} (pid {status.pid}) failed and did not end: {report.type}: {report.message}"
+        if self._driver is not None:
+            self._driver.call_later(_EXIT_GRACE, self._kill, rank, status.incarnation, reason, report)
+
+    def on_broken(self, rank: int, reason: str) -> None:
+        if self._owner:
+            self._kill(rank, self.statuses[rank].incarnation, reason)
+        else:  # others may be served well
+            self.fail(EngineDeadError(reason, rank=rank))
+
+    def _kill(self, rank: int, incarnation: int, reason: str, report: ErrorReport | None = None) -> None:
+        if self.failure is None and not self._control.closed and self.statuses[rank].incarnation == incarnation:
+            self._tell(KillEngine(rank, incarnation, reason, report))
+
+    def _call_later(self, delay: float, function: Callable[[], None]) -> None:
+        assert self._driver is not None  # nothing is sent before there is one
+        self._driver.call_later(delay, function)
+
+
+def _stalled(status: EngineStatus) -> EngineStalledError:
+    report = status.stall
+    assert report is not None  # its state says so
+    return EngineStalledError(
+        f"engine core rank {status.rank} (pid {status.pid}) has made no progress for {report.age:.1f} s or more, after "
+        f"{report.steps} steps; its process is {report.process}",
+        rank=status.rank,
+        incarnation=status.incarnation,
+        age=report.age,
+        process=report.process,
+        stack=report.stack,
+    )
+
+
+def _pidfd_of_launcher(addresses: EngineAddresses) -> int:
+    pid = addresses.launcher_pid
+    gone = EngineDeadError(f"the launcher (pid {pid}) is gone, and the engine cores with it")
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise gone from None
+    if not os.path.exists(addresses.directory) or process_ended(pidfd):  # noqa: PTH110 - a plain string
+        os.close(pidfd)
+        raise gone
+    return pidfd

@@ -1,0 +1,106 @@
+"""Requests that wait for an engine core: while it is started again, and those that its last incarnation left."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from outboard.client.delivery import Delivery, FailedOutputs
+from outboard.client.link import Link
+from outboard.client.pending import PendingTable
+from outboard.client.sender import Sender
+from outboard.config import EngineConfig
+from outboard.errors import EngineRestartedError, EngineRestartingError, InvalidRequestError, OutboardError
+from outboard.protocol.codec import MsgpackEncoder
+from outboard.protocol.messages import EngineCoreOutputs, EngineCoreRequest, OutputExtras
+
+__all__ = ["Moves"]
+
+
+class Moves:
+    """Holds requests, sends them once they can be sent, and ends those that cannot be.
+
+    Args:
+        pending: what waits; where it has no journal, nothing is held or moved.
+        delivery: who is told.
+        client_index, config: of the client.
+
+    Attributes:
+        waiting_room: a sender that enters and checks requests, and posts them to nobody.
+    """
+
+    def __init__(self, pending: PendingTable, delivery: Delivery, client_index: int, config: EngineConfig) -> None:
+        self._pending = pending
+        self._delivery = delivery
+        self._max_queued = config.faults.max_queued
+        self.waiting_room = Sender(
+            0,
+            client_index,
+            pending,
+            MsgpackEncoder(config.transport.inline_bytes),
+            lambda frames, key: None,
+            lambda handle: True,
+            config.transport.max_message_bytes,
+        )
+
+    def hold(self, request: EngineCoreRequest) -> int:
+        """Has a request wait; its handle.
+
+        Raises:
+            EngineRestartingError: too many wait already.
+            DuplicateRequestError, InvalidRequestError: as `Sender.add_request`.
+        """
+        journal = self._pending.journal
+        if journal is None or len(journal) >= self._max_queued:
+            raise EngineRestartingError(
+                f"the engine core is being started again, and {len(self._pending.request_ids)} requests wait for it "
+                "already; try again, or raise FaultConfig(max_queued=...)"
+            )
+        handle = self.waiting_room.add_request(request)
+        journal.waits(handle)
+        return handle
+
+    def after_death(self, rank: int, cause: EngineRestartedError) -> None:
+        """Ends what cannot be moved of what waited for a dead engine core: all calls, and requests by policy."""
+        self._pending.fail_calls(cause)
+        journal = self._pending.journal
+        lost = list(self._pending.request_ids) if journal is None else journal.after_death()
+        if lost:
+            self._end(rank, lost, cause)
+
+    def send_waiting(self, link: Link) -> None:
+        """Sends what waits, in order of arrival: new requests, and those that move."""
+        journal = self._pending.journal
+        for handle, one in journal.waiting() if journal is not None else ():
+            request = one.to_send()
+            if one.tokens and request.sampling_params.max_tokens == 0:
+                # All of it had come, only its end had not.
+                self._deliver(link, handle, finished=[(0, "length", None)])
+                continue
+            one.sent = True
+            try:
+                link.sender.send_request(request, handle)
+            except InvalidRequestError as error:
+                self._end(link.status.rank, [handle], error)
+                continue
+            if one.tokens:
+                self._deliver(link, handle, extras=OutputExtras(resumed={0: len(one.tokens)}))
+
+    def _end(self, rank: int, handles: list[int], cause: OutboardError) -> None:
+        ids = [self._pending.end_request(handle) for handle in handles]
+        self._delivery.deliver(FailedOutputs.of(rank, handles, ids, cause))
+
+    def _deliver(self, link: Link, handle: int, **fields: Any) -> None:
+        """Delivers a message of our own about one request."""
+        message = EngineCoreOutputs(
+            link.status.rank,
+            link.epoch,
+            0,
+            time.monotonic(),
+            [handle],
+            counts=[0],
+            request_ids=[self._pending.request_ids.get(handle)],
+            **fields,
+        )
+        self._pending.end_finished(message)
+        self._delivery.deliver(message)

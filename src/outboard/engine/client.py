@@ -1,0 +1,33 @@
+"""One front end, as the busy loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outboard.engine.batch import Columns, OutputBatch
+from outboard.engine.events import ClientJoined
+from outboard.engine.outgoing import Outgoing
+
+__all__ = ["Client"]
+
+
+class Client:
+    """Columns of its own, a way out of its own: what one front end does not take delays no other.
+
+    Attributes:
+        epoch: of this front end and this engine core; names it.
+        slot: where its messages are counted on the progress page.
+        columns: its part of the batch.
+        outgoing: sends to it.
+    """
+
+    __slots__ = ("columns", "epoch", "outgoing", "port", "slot")
+
+    def __init__(
+        self, joined: ClientJoined, batch: OutputBatch, abort_requests: Callable[[list[str]], None], rank: int
+    ) -> None:
+        self.epoch = joined.epoch
+        self.slot = joined.slot
+        self.port = joined.port
+        self.columns = Columns()
+        self.outgoing = Outgoing(joined.port, self.columns, batch, abort_requests, rank=rank, epoch=joined.epoch)

@@ -1,0 +1,165 @@
+"""The input thread: reads the control channel and what all clients send, decodes it, and hands it to the busy loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from outboard.config import TransportConfig
+from outboard.engine.events import ClientJoined, ClientLeft
+from outboard.engine.incoming import Drops, Incoming
+from outboard.engine.port import SocketPort
+from outboard.errors import ProtocolError
+from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
+from outboard.protocol.control import AttachClient, ClientAttached, DetachClient
+from outboard.protocol.messages import Init
+from outboard.protocol.progress import MAX_SLOTS
+from outboard.protocol.shm_pair import SharedMemory
+from outboard.transport.poller import SocketPoller
+from outboard.transport.sockets import (
+    ContextTerminated,
+    ControlClient,
+    InputReceiver,
+    OutputSender,
+    ZmqContext,
+    check_descriptors,
+)
+
+__all__ = ["InputThread"]
+
+logger = logging.getLogger("outboard.engine")
+
+# How many messages of one client are taken before others get their turn.
+_MAX_MESSAGES = 64
+# File descriptors that a client takes, two a socket and its shared memory, and some to spare.
+_DESCRIPTORS = 8
+
+
+@dataclass(slots=True, frozen=True)
+class _Link:
+    """One client's way in."""
+
+    epoch: int
+    receiver: InputReceiver
+
+
+class InputThread(threading.Thread):
+    """Lets clients come and go as the launcher says. Runs until the context is terminated.
+
+    Args:
+        context: of all sockets.
+        control: the control channel; this thread's from now on, which closes it.
+        inbox: the busy loop's queue.
+        init: the limits of the sockets.
+        session_token: to be shown to the launcher.
+    """
+
+    def __init__(
+        self, context: ZmqContext, control: ControlClient, inbox: SimpleQueue[Any], init: Init, session_token: str
+    ) -> None:
+        super().__init__(name="outboard-input", daemon=True)
+        self._context = context
+        self._control = control
+        self._inbox = inbox
+        self._init = init
+        self._limits = TransportConfig(high_water_mark=init.high_water_mark, max_message_bytes=init.max_message_bytes)
+        self._token = session_token
+        self._links: dict[int, _Link] = {}  # by client index
+        self._drops = Drops()
+        self._decoder: MsgpackDecoder[AttachClient | DetachClient] = MsgpackDecoder(AttachClient | DetachClient)
+        self._poller = SocketPoller()
+        self._poller.add(control.fd, self._read_control)
+
+    def run(self) -> None:
+        try:
+            while True:
+                self._poller.turn()
+        except ContextTerminated:  # the busy loop has ended
+            self._close()
+
+    def _close(self) -> None:
+        self._poller.close()
+        for link in self._links.values():
+            link.receiver.close()
+        self._control.close()
+        while not self._inbox.empty():
+            event = self._inbox.get_nowait()
+            if isinstance(event, ClientJoined):  # a port that the busy loop never came to take
+                event.port.close(0)
+
+    # --- the control channel ---
+
+    def _read_control(self) -> bool:
+        while (frames := self._control.receive_now()) is not None:
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames; a control message has one")
+                message = self._decoder.decode(frames[0])
+            except ProtocolError as error:
+                self._drops.note("control", error)
+                continue
+            if isinstance(message, AttachClient):
+                self._attach(message)
+            elif (link := self._links.get(message.client_index)) is not None and link.epoch == message.epoch:
+                self._detach(message.client_index)
+        return False
+
+    def _attach(self, who: AttachClient) -> None:
+        self._detach(who.client_index)
+        refused = ""
+        try:
+            self._connect(who)
+        except Exception as error:  # whatever it is, it must not end this thread
+            refused = str(error)
+            logger.warning("cannot serve client %d: %s", who.client_index, refused)
+        # Only now, that its arrival is in the queue: whatever it sends comes behind that.
+        answer = ClientAttached(self._token, who.client_index, who.epoch, refused)
+        self._control.send(msgspec.msgpack.encode(answer))
+
+    def _connect(self, who: AttachClient) -> None:
+        if not 0 <= who.slot < MAX_SLOTS:
+            raise ValueError(f"slot {who.slot} is not one of the {MAX_SLOTS} that there are")
+        if any(link.epoch == who.epoch for link in self._links.values()):
+            raise ValueError(f"another client has epoch {who.epoch:x}")
+        check_descriptors(_DESCRIPTORS, "an engine core's client")
+        init = self._init
+        memory = SharedMemory.join(who.arena)
+        receiver = InputReceiver(self._context, who.input_address, who.identity, self._limits)
+        try:
+            sender = OutputSender(self._context, who.output_address, self._limits)
+        except BaseException:
+            receiver.close()
+            raise
+        encoder = MsgpackEncoder(init.inline_bytes, init.shared_memory_bytes, memory.pool)
+        port = SocketPort(sender, encoder, memory, init.max_message_bytes)
+        self._inbox.put(ClientJoined(who.epoch, who.slot, port))
+        self._links[who.client_index] = _Link(who.epoch, receiver)
+        self._poller.add(receiver.fd, self._reader(who.epoch, receiver, Incoming(who.epoch, memory.reader)))
+
+    def _detach(self, client_index: int) -> None:
+        link = self._links.pop(client_index, None)
+        if link is not None:
+            self._poller.remove(link.receiver.fd)
+            link.receiver.close()
+            self._inbox.put(ClientLeft(link.epoch))
+
+    # --- what clients send ---
+
+    def _reader(self, epoch: int, receiver: InputReceiver, incoming: Incoming) -> Callable[[], bool]:
+        put, receive, decode = self._inbox.put, receiver.receive, incoming.decode
+
+        def read() -> bool:
+            for _ in range(_MAX_MESSAGES):
+                frames = receive()
+                if frames is None:
+                    return False
+                put((epoch, decode(frames)))
+            return True
+
+        return read

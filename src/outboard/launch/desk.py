@@ -1,0 +1,285 @@
+"""The launcher's desk: what comes in over the control channel, and what goes out to front ends.
+
+It routes the handshakes, lets front ends join, introduces them to engine cores, publishes states, and hears what front
+ends have to say of engine cores. No thread, no waiting; its launcher calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from outboard.config import FaultConfig
+from outboard.errors import EngineDeadError, ProtocolError
+from outboard.launch.frontends import FrontEnd, FrontEnds
+from outboard.launch.rank import EngineRank
+from outboard.protocol.codec import MsgpackDecoder
+from outboard.protocol.control import (
+    Acknowledge,
+    Attach,
+    AttachClient,
+    Attached,
+    ClientAttached,
+    DetachClient,
+    EngineDeath,
+    EngineState,
+    EngineStatus,
+    Join,
+    KillEngine,
+    Leave,
+    ReportProgress,
+    ReportStall,
+    Welcome,
+    identity_of,
+)
+from outboard.protocol.messages import Failed, Hello, Ready, Refused
+from outboard.transport.sockets import ControlServer
+
+__all__ = ["ControlDesk"]
+
+logger = logging.getLogger("outboard.launch")
+
+_Message = (
+    Hello
+    | Ready
+    | Failed
+    | ClientAttached
+    | Join
+    | Attach
+    | Acknowledge
+    | Leave
+    | ReportStall
+    | ReportProgress
+    | KillEngine
+)
+
+
+class ControlDesk:
+    """Belongs to the launcher's thread, but for `statuses` and `wait_for`.
+
+    Args:
+        control: the bound socket.
+        token: the session's secret.
+        ranks: the engine cores.
+        faults: what to do about a stall.
+
+    Attributes:
+        front_ends: those that have joined.
+        dropped: how many messages were dropped, by reason.
+    """
+
+    def __init__(self, control: ControlServer, token: str, ranks: list[EngineRank], faults: FaultConfig) -> None:
+        self._control = control
+        self._token = token
+        self._ranks = ranks
+        self._faults = faults
+        self._decoder: MsgpackDecoder[Any] = MsgpackDecoder(_Message)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._version = 0
+        self._changed = threading.Condition()  # guards the next
+        self._statuses = [rank.status(0) for rank in ranks]
+        self.front_ends = FrontEnds(token)
+        self.dropped: Counter[str] = Counter()
+        self._handlers: dict[type, Callable[[bytes, Any], None]] = {
+            Join: self._on_join,
+            Attach: self._on_attach,
+            ClientAttached: self._on_client_attached,
+            Acknowledge: self._on_acknowledge,
+            Leave: self._on_leave,
+            ReportStall: self._on_stall,
+            ReportProgress: self._on_progress,
+            KillEngine: self._on_kill,
+        }
+
+    # --- for any thread ---
+
+    @property
+    def statuses(self) -> list[EngineStatus]:
+        """The state of every engine core, by rank."""
+        with self._changed:
+            return list(self._statuses)
+
+    def wait_for(self, predicate: Callable[[list[EngineStatus]], bool], timeout: float | None) -> bool:
+        """Blocks until the states fulfil this, or for `timeout` seconds; whether they do."""
+        with self._changed:
+            return self._changed.wait_for(lambda: predicate(self._statuses), timeout)
+
+    # --- for the launcher ---
+
+    def take_all(self, now: float) -> None:
+        """Takes all messages that are there."""
+        while (message := self._control.receive()) is not None:
+            self._take(*message, now)
+
+    def publish(self, rank: EngineRank) -> EngineStatus:
+        """Tells all front ends, and those who wait here, of a rank's state; the state."""
+        self._version += 1
+        status = rank.status(self._version)
+        with self._changed:
+            self._statuses[rank.rank] = status
+            self._changed.notify_all()
+        self._tell_all(status)
+        return status
+
+    def publish_end(self, reason: str) -> None:
+        """Tells front ends that no engine core is left, and that nobody will start one."""
+        for rank in self._ranks:
+            self._version += 1
+            death = EngineDeath.of(EngineDeadError(reason, rank=rank.rank))
+            incarnation = rank.supervisor.incarnation
+            self._tell_all(EngineStatus(self._version, rank.rank, incarnation, EngineState.DEAD, death=death))
+
+    def detach(self, front_end: FrontEnd) -> None:
+        """A front end is gone, or has been replaced: no engine core works for it any more."""
+        for number, attach in front_end.attached.items():
+            rank = self._ranks[number]
+            if rank.peer and rank.supervisor.incarnation == attach.incarnation:
+                self._control.send(rank.peer, self._encode(DetachClient(front_end.client_index, attach.epoch)))
+        self.front_ends.remove(front_end)
+
+    def close(self) -> None:
+        """Forgets all front ends, and closes the socket. Idempotent."""
+        for front_end in self.front_ends:
+            self.front_ends.remove(front_end)
+        self._control.close()
+
+    def _tell_all(self, status: EngineStatus) -> None:
+        body = self._encode(status)
+        for front_end in self.front_ends:
+            self._control.send(front_end.peer, body)
+
+    # --- messages ---
+
+    def _take(self, sender: bytes, frames: list[bytes], now: float) -> None:
+        try:
+            message = self._decode(frames)
+        except ProtocolError as error:
+            message = None
+            self._drop("undecodable", str(error))
+        if message is None or isinstance(message, (Hello, Ready, Failed)):
+            self._shake_hands(sender, frames, message, now)
+        else:
+            self._handlers[type(message)](sender, message)
+
+    def _decode(self, frames: list[bytes]) -> Any:
+        if len(frames) != 1:
+            raise ProtocolError(f"{len(frames)} frames; a message on the control channel has one")
+        return self._decoder.decode(frames[0])
+
+    def _shake_hands(
+        self, sender: bytes, frames: list[bytes], message: Hello | Ready | Failed | None, now: float
+    ) -> None:
+        rank = next((rank for rank in self._ranks if rank.peer == sender), None)
+        if rank is None and isinstance(message, Hello) and 0 <= message.rank < len(self._ranks):
+            rank = self._ranks[message.rank]
+        if rank is None:
+            if message is not None:
+                self._drop("handshake of nobody", f"{type(message).__name__} from an unknown peer")
+            return
+        state = rank.supervisor.state
+        answer = rank.receive(sender, frames, now)
+        if answer is not None:
+            self._control.send(sender, answer)
+        if rank.supervisor.state is not state:
+            self.publish(rank)
+
+    def _on_join(self, sender: bytes, join: Join) -> None:
+        refusal = self.front_ends.refusal(join)
+        if refusal:
+            self._drop("refused", refusal)
+            self._control.send(sender, self._encode(Refused(refusal)))
+            return
+        earlier = self.front_ends.with_index(join.client_index)
+        if earlier is not None:
+            self._control.send(earlier.peer, self._encode(Refused(f"another front end has index {join.client_index}")))
+            earlier.remove_files()
+            self.detach(earlier)
+        front_end = self.front_ends.add(sender, join)
+        if front_end is not None:
+            with self._changed:
+                statuses = list(self._statuses)
+            self._control.send(sender, self._encode(Welcome(front_end.slot, statuses)))
+
+    def _on_attach(self, sender: bytes, attach: Attach) -> None:
+        front_end = self.front_ends.get(sender)
+        if front_end is None:
+            self._drop("stranger", "Attach of a peer that has not joined")
+            return
+        rank = self._ranks[attach.rank] if 0 <= attach.rank < len(self._ranks) else None
+        if rank is None or not rank.peer or rank.supervisor.incarnation != attach.incarnation:
+            return  # it has just ended: the news of that is on its way
+        front_end.attached[attach.rank] = attach
+        message = AttachClient(
+            front_end.client_index,
+            attach.epoch,
+            front_end.slot,
+            front_end.pid,
+            attach.input_address,
+            attach.output_address,
+            identity_of(attach.rank, attach.incarnation),
+            attach.arena,
+        )
+        self._control.send(rank.peer, self._encode(message))
+
+    def _on_client_attached(self, sender: bytes, answer: ClientAttached) -> None:
+        rank = next((rank for rank in self._ranks if rank.peer == sender), None)
+        front_end = self.front_ends.with_index(answer.client_index)
+        if rank is None or answer.session_token != self._token:
+            self._drop("stranger", "ClientAttached of a peer that is no engine core")
+        elif front_end is not None:
+            message = Attached(rank.rank, rank.supervisor.incarnation, answer.epoch, answer.refused)
+            self._control.send(front_end.peer, self._encode(message))
+
+    def _on_acknowledge(self, sender: bytes, message: Acknowledge) -> None:
+        front_end = self.front_ends.get(sender)
+        if front_end is not None:
+            front_end.acknowledged = max(front_end.acknowledged, message.version)
+
+    def _on_leave(self, sender: bytes, message: Leave) -> None:
+        front_end = self.front_ends.get(sender)
+        if front_end is not None:
+            self.detach(front_end)
+
+    def _on_stall(self, sender: bytes, message: ReportStall) -> None:
+        rank = self._named(sender, message)
+        if rank is None or not rank.stall(message.report):
+            return
+        report = message.report
+        name = f"engine core rank {rank.rank}"
+        what = (
+            f"has made no progress for {report.age:.1f} s, after {report.steps} steps; its process is {report.process}"
+        )
+        logger.warning("%s %s\n%s", name, what, report.stack)
+        self.publish(rank)
+        if self._faults.stall_action == "restart":
+            rank.kill(time.monotonic(), f"{name[0].upper()}{name[1:]} {what}; it has been killed.")
+
+    def _on_progress(self, sender: bytes, message: ReportProgress) -> None:
+        rank = self._named(sender, message)
+        if rank is not None and rank.progressed():
+            self.publish(rank)
+
+    def _on_kill(self, sender: bytes, message: KillEngine) -> None:
+        rank = self._named(sender, message)
+        if rank is not None:
+            rank.kill(time.monotonic(), message.reason, message.report)
+
+    def _named(self, sender: bytes, message: ReportStall | ReportProgress | KillEngine) -> EngineRank | None:
+        """The rank that a front end speaks of, if that incarnation still runs."""
+        if self.front_ends.get(sender) is None:
+            self._drop("stranger", f"{type(message).__name__} of a peer that has not joined")
+            return None
+        rank = self._ranks[message.rank] if 0 <= message.rank < len(self._ranks) else None
+        current = rank is not None and rank.process is not None and message.incarnation == rank.supervisor.incarnation
+        return rank if current else None
+
+    def _drop(self, reason: str, detail: str) -> None:
+        if not self.dropped[reason]:
+            logger.warning("dropped a message on the control channel (%s): %s; more are only counted", reason, detail)
+        self.dropped[reason] += 1

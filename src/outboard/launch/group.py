@@ -1,0 +1,161 @@
+"""`launch_engines`: engine cores with an owner of their own, for one front end or many."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from contextlib import ExitStack
+from typing import Any, Self
+
+import msgspec
+
+from outboard.config import EngineConfig, FaultConfig, TransportConfig
+from outboard.launch.launcher import Launcher
+from outboard.launch.startup import make_init
+from outboard.protocol.control import EngineState, EngineStatus
+from outboard.transport.session import SessionDirectory
+from outboard.transport.sockets import ControlServer, make_context
+
+__all__ = ["EngineAddresses", "EngineGroup", "launch_engines"]
+
+# After `shutdown_timeout` what remains is killed; the system may need some time for that.
+_KILL_BOUND = 30.0
+
+
+class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front end must know to join a group of engine cores. Encodes with `msgspec.msgpack.encode`.
+
+    It holds the session's secret: hand it on by a pipe, a file of mode 0600 or the environment, never by arguments.
+
+    Attributes:
+        control_address: ZeroMQ address of the control channel.
+        session_token: the secret.
+        directory: the session's directory; front ends put their sockets there.
+        launcher_pid: process id of the launcher; its end is the end of the engine cores.
+        engine: reference of what runs, "module:Class" or "path.py:Class".
+        options, faults, transport: as in its `EngineConfig`.
+    """
+
+    control_address: str
+    session_token: str
+    directory: str
+    launcher_pid: int
+    engine: str
+    options: dict[str, Any]
+    faults: FaultConfig
+    transport: TransportConfig
+
+    @property
+    def config(self) -> EngineConfig:
+        """What runs."""
+        return EngineConfig(engine=self.engine, options=self.options, faults=self.faults, transport=self.transport)
+
+
+class EngineGroup:
+    """Running engine cores. Whoever made it is their owner: they end with `shutdown`, and with this process.
+
+    Made by `launch_engines`; a context manager. Dropping the last reference ends the engine cores in the background.
+
+    Attributes:
+        addresses: for `AsyncMPClient(addresses=...)`, here or in other processes.
+    """
+
+    def __init__(self, config: EngineConfig, *, cancel_fd: int | None = None) -> None:
+        init = make_init(config)
+        with ExitStack() as undo:
+            session = SessionDirectory()
+            undo.callback(session.remove)
+            context = make_context()
+            undo.callback(context.destroy, linger=0)
+            address = session.address("control")
+            control = ControlServer(context, address)
+            launcher = self._launcher = Launcher(config, [init], context, session, control, address, cancel_fd)
+            launcher.thread.start()
+            undo.pop_all()
+        self._shutdown_timeout = config.faults.shutdown_timeout
+        self.addresses = EngineAddresses(
+            control_address=address,
+            session_token=session.token,
+            directory=str(session.path),
+            launcher_pid=os.getpid(),
+            engine=init.engine,
+            options=init.options,
+            faults=config.faults,
+            transport=config.transport,
+        )
+        try:
+            launcher.started.result()
+        except BaseException:
+            launcher.stop(0)  # an interrupt such as Ctrl-C, or what has failed and is gone already
+            launcher.join(_KILL_BOUND)
+            raise
+        # The finalizer must not reach the group, or it would never run.
+        self._finalizer = weakref.finalize(self, launcher.abandon)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    @property
+    def engines(self) -> list[EngineStatus]:
+        """The state of every engine core, by rank."""
+        return self._launcher.desk.statuses
+
+    def wait_for(self, *states: EngineState, rank: int = 0, timeout: float | None = None) -> EngineStatus:
+        """Blocks until a rank is in one of these states; its status.
+
+        Raises:
+            TimeoutError: it was not, within `timeout` seconds.
+        """
+        if not self._launcher.desk.wait_for(lambda engines: engines[rank].state in states, timeout):
+            wanted = " or ".join(state.name for state in states)
+            raise TimeoutError(f"engine core rank {rank} was not {wanted} within {timeout:g} s")
+        return self.engines[rank]
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: messages dropped by reason; by client index the last state that each front end has acknowledged."""
+        desk = self._launcher.desk
+        acknowledged = {one.client_index: one.acknowledged for one in desk.front_ends}
+        return {"dropped": dict(desk.dropped), "acknowledged": acknowledged}
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stops all engine cores and frees everything. Idempotent, bounded, callable from any thread. Blocks.
+
+        Args:
+            timeout: seconds that they get to stop by themselves; default `FaultConfig.shutdown_timeout`.
+        """
+        launcher = self._launcher
+        if os.getpid() != launcher.creator:
+            return  # a forked copy owns nothing
+        seconds = self._shutdown_timeout if timeout is None else timeout
+        launcher.stop(seconds)
+        launcher.join(seconds + _KILL_BOUND)
+        self._finalizer.detach()
+
+    def kill(self) -> None:
+        """Has all engine cores killed. Does not wait; `shutdown` is still to be called."""
+        self._launcher.stop(0)
+
+    def abandon(self) -> None:
+        """Has all ended in the background. For finalizers: takes no lock and never blocks."""
+        self._launcher.abandon()
+
+
+def launch_engines(config: EngineConfig | str | type[Any], *, cancel_fd: int | None = None) -> EngineGroup:
+    """Starts the engine cores of a config; returns when all are ready. Use it in a `with` statement.
+
+        with launch_engines(EngineConfig(engine="echo")) as group:
+            client = AsyncMPClient(addresses=group.addresses, client_index=0)
+
+    Args:
+        config: what to run; a bare engine name, reference or class stands for `EngineConfig(engine=...)`.
+        cancel_fd: a file descriptor that becomes readable when start-up is to be given up.
+
+    Raises:
+        ConfigError: the engine, an option or a model file is wrong; a subclass says which.
+        EngineStartupError: an engine core died, failed or was too slow; all others have been stopped.
+        OSError: no process, descriptor or directory is to be had.
+    """
+    return EngineGroup(config if isinstance(config, EngineConfig) else EngineConfig(engine=config), cancel_fd=cancel_fd)

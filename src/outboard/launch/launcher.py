@@ -1,0 +1,229 @@
+"""The launcher: a thread that owns engine cores, their wardens and the control channel.
+
+It starts the processes, shakes hands, notices how they end, starts them again where the policy says so, introduces
+front ends to engine cores, and tells every front end of every change. Being a thread it goes on while an event loop is
+blocked; no output passes through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import Future
+
+from outboard.config import EngineConfig
+from outboard.errors import ClientClosedError, EngineDeadError
+from outboard.launch.desk import ControlDesk
+from outboard.launch.frontends import FrontEnd
+from outboard.launch.rank import EngineRank
+from outboard.launch.startup import StartCancelled
+from outboard.protocol.control import EngineState
+from outboard.protocol.messages import Init
+from outboard.transport.session import SessionDirectory
+from outboard.transport.sockets import ControlServer, ZmqContext
+
+__all__ = ["Launcher"]
+
+logger = logging.getLogger("outboard.launch")
+
+
+class Launcher:
+    """Runs in `thread`, which holds nothing of who started it. Public methods may be called from any thread.
+
+    Args:
+        config: what to run.
+        inits: one a rank.
+        context, session, control: become the launcher's own; it gives them back at its end.
+        control_address: where `control` is bound.
+        cancel_fd: a descriptor that becomes readable when start-up is to be given up.
+
+    Attributes:
+        desk: what it hears and says over the control channel.
+        started: done once all engine cores are ready, or with what went wrong; all that was started is gone then.
+        creator: id of the process that made it; a forked copy must not touch it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        inits: list[Init],
+        context: ZmqContext,
+        session: SessionDirectory,
+        control: ControlServer,
+        control_address: str,
+        cancel_fd: int | None = None,
+    ) -> None:
+        self._config = config
+        self._context = context
+        self._session = session
+        self._control = control
+        self._cancel_fd = cancel_fd
+        self._ranks = [EngineRank(init, session, control_address, config.faults) for init in inits]
+        self._stop_by: float | None = None
+        self._stop_seen: float | None = None
+        self._abandoned = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.Lock()  # guards closing it; not taken by `abandon`, after which nobody calls
+        self.desk = ControlDesk(control, session.token, self._ranks, config.faults)
+        self.started: Future[None] = Future()
+        self.creator = os.getpid()
+        self.thread = threading.Thread(target=self._run, name="outboard-launcher", daemon=True)
+
+    # --- for other threads ---
+
+    def stop(self, timeout: float) -> None:
+        """Asks all engine cores to end, within `timeout` seconds, and the thread with them. Does not wait."""
+        stop_by = time.monotonic() + timeout
+        self._stop_by = stop_by if self._stop_by is None else min(self._stop_by, stop_by)
+        with self._wake_lock:
+            self._wake()
+
+    def join(self, timeout: float) -> None:
+        """Waits for the thread's end, `timeout` seconds at most."""
+        self.thread.join(timeout)
+        if not self.thread.is_alive():
+            self._close_wake()
+
+    def abandon(self) -> None:
+        """Has all ended and released in the background. For finalizers: takes no lock and never blocks."""
+        if os.getpid() != self.creator:
+            return
+        self._abandoned = True
+        for rank in self._ranks:
+            if rank.process is not None:
+                rank.process.release()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _close_wake(self) -> None:
+        # Not closed while another thread may be about to write to it: its number might belong to somebody else by then.
+        with self._wake_lock:
+            wake_fd, self._wake_fd = self._wake_fd, -1
+            if wake_fd >= 0:
+                os.close(wake_fd)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            now = time.monotonic()
+            for rank in self._ranks:
+                rank.start(now)
+            while not self._over():
+                self._turn()
+        except BaseException as error:
+            logger.debug("the launcher ends", exc_info=True)
+            if not self.started.done():
+                self._end_processes()
+                self.started.set_exception(error)
+            else:
+                logger.exception("the launcher failed; its engine cores are ended")
+                reason = f"the launcher failed, and its engine cores have been ended: {type(error).__name__}: {error}"
+                self.desk.publish_end(reason)
+        finally:
+            self._end_processes()
+            self._release()
+
+    def _over(self) -> bool:
+        """Whether the thread has nothing left to do."""
+        if self._abandoned:
+            return True
+        running = any(rank.process is not None for rank in self._ranks)
+        if not self.started.done():
+            return self._look_at_start(running)
+        return self._stop_seen is not None and not running
+
+    def _look_at_start(self, running: bool) -> bool:
+        """While starting: notes success, or ends what there is once something failed. Returns whether all is over."""
+        failure: BaseException | None = next((rank.failure for rank in self._ranks if rank.failure is not None), None)
+        if self._stop_seen is not None and failure is None:
+            failure = ClientClosedError("shut down while it was starting", phase="start-up")
+        if failure is None and self._cancel_fd == -1:
+            failure = StartCancelled()
+        if failure is None:
+            if all(rank.supervisor.state is EngineState.READY for rank in self._ranks):
+                self.started.set_result(None)
+            return False
+        if running:
+            for rank in self._ranks:
+                rank.supervisor.stop()
+                rank.kill(time.monotonic())
+            return False
+        self._release()  # before anybody hears of the failure
+        self.started.set_exception(failure)
+        return True
+
+    def _turn(self) -> None:
+        watched: dict[int, EngineRank | FrontEnd | None] = {self._wake_fd: None}
+        watched |= {rank.process.sentinel: rank for rank in self._ranks if rank.process is not None}
+        watched |= {one.pidfd: one for one in self.desk.front_ends if one.pidfd >= 0}
+        starting = not self.started.done() and self._cancel_fd is not None and self._cancel_fd >= 0
+        cancel_fd = self._cancel_fd if starting else None
+        if cancel_fd is not None:
+            watched[cancel_fd] = None
+        dues = [rank.due for rank in self._ranks if rank.due is not None]
+        now = time.monotonic()
+        timeout = max(0.0, min(dues) - now) if dues else None
+        ready = self._control.wait(list(watched), timeout)
+        now = time.monotonic()
+        self.desk.take_all(now)
+        if cancel_fd is not None and cancel_fd in ready:
+            self._cancel_fd = -1
+        if self._wake_fd in ready:
+            self._on_wake(now)
+        for fd in ready:
+            what = watched[fd]
+            if isinstance(what, EngineRank):
+                self._on_exit(what, now)
+            elif isinstance(what, FrontEnd):
+                what.remove_files()
+                self.desk.detach(what)
+        for rank in self._ranks:
+            before = rank.supervisor.state, rank.supervisor.incarnation
+            rank.tick(now)
+            if before != (rank.supervisor.state, rank.supervisor.incarnation):
+                self.desk.publish(rank)
+
+    def _on_wake(self, now: float) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            pass
+        stop_by = self._stop_by
+        if stop_by is not None and stop_by != self._stop_seen:
+            self._stop_seen = stop_by
+            for rank in self._ranks:
+                before = rank.supervisor.state
+                rank.stop(now, stop_by - now)
+                if before is not rank.supervisor.state:  # it was between two incarnations
+                    self.desk.publish(rank)
+
+    def _on_exit(self, rank: EngineRank, now: float) -> None:
+        rank.exited(now)
+        status = self.desk.publish(rank)
+        if self.started.done() and status.death is not None and status.state is not EngineState.STOPPED:
+            # Once, however many requests fail of it: whoever made them gets an error each.
+            level = logging.ERROR if status.state is EngineState.DEAD else logging.WARNING
+            more = "" if status.state is EngineState.DEAD else " It is being started again."
+            logger.log(level, "%s%s", EngineDeadError(**status.death.facts()), more)
+
+    # --- the end ---
+
+    def _end_processes(self) -> None:
+        for rank in self._ranks:
+            process, rank.process = rank.process, None
+            if process is not None:
+                process.abandon()
+
+    def _release(self) -> None:
+        """Gives everything back. Idempotent."""
+        self.desk.close()
+        self._context.term()
+        self._session.remove()
+        if self._abandoned:
+            self._close_wake()

@@ -1,0 +1,225 @@
+"""One rank as the launcher drives it: its process and its handshake, as its supervisor decides. Nothing here waits."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from outboard.config import FaultConfig
+from outboard.errors import ConfigError, EngineDeadError
+from outboard.launch.handshake import EngineHandshake
+from outboard.launch.process import EngineProcess
+from outboard.launch.startup import startup_failure, startup_timeout
+from outboard.launch.supervisor import RankSupervisor
+from outboard.protocol.control import EngineDeath, EngineState, EngineStatus, StallReport
+from outboard.protocol.environment import ChildEnvironment
+from outboard.protocol.messages import ErrorReport, Init, Ready
+from outboard.transport.session import SessionDirectory
+
+__all__ = ["EngineRank"]
+
+# An engine core that has told why it fails gets a moment to end by itself, so that its exit code can be told.
+_EXIT_GRACE = 1.0
+# A killed process with much memory, or a GPU, needs some time to go. After this it is left behind.
+_KILL_BOUND = 15.0
+
+
+class EngineRank:
+    """Owns the process of one rank, one incarnation after the other. Belongs to the launcher's thread.
+
+    Args:
+        init: what to run; its rank is this one.
+        session: directory and token.
+        control_address: where engine cores find the launcher.
+        faults: time limits and the restart policy.
+
+    Attributes:
+        supervisor: its state.
+        process: of the incarnation that runs; None between two.
+        peer: the ZeroMQ identity on the control channel of who said HELLO; b"" before.
+        failure: what to raise where the first start-up failed; None otherwise.
+    """
+
+    def __init__(self, init: Init, session: SessionDirectory, control_address: str, faults: FaultConfig) -> None:
+        self._init = init
+        self._session = session
+        self._control_address = control_address
+        self._faults = faults
+        self._handshake = EngineHandshake(session.token, init)
+        self._deadline: float | None = None  # of start-up, of a grace, or of a kill
+        self._killed_by: float | None = None  # since when it is being killed
+        self._reason: str | None = None  # why we kill it
+        self._told: ErrorReport | None = None
+        self._timed_out: EngineDeadError | None = None
+        self._ready: Ready | None = None
+        self._death: EngineDeath | None = None
+        self._stall: StallReport | None = None
+        self.supervisor = RankSupervisor(faults.restart)
+        self._pid: int | None = None  # of the incarnation that runs, or ran last
+        self.process: EngineProcess | None = None
+        self.peer = b""
+        self.failure: ConfigError | EngineDeadError | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._init.rank
+
+    @property
+    def due(self) -> float | None:
+        """When to call `tick`; None: not before something else happens."""
+        times = [time for time in (self._deadline, self.supervisor.restart_at) if time is not None]
+        return min(times, default=None)
+
+    def status(self, version: int) -> EngineStatus:
+        """What front ends are told."""
+        ready, supervisor = self._ready, self.supervisor
+        serving = supervisor.state in (EngineState.READY, EngineState.STALLED) and ready is not None
+        return EngineStatus(
+            version,
+            self.rank,
+            supervisor.incarnation,
+            supervisor.state,
+            pid=self._pid,
+            info=ready.info if ready is not None else None,
+            typed_utilities=ready.typed_utilities if ready is not None else [],
+            death=self._death,
+            stall=self._stall,
+            progress_fd=ready.progress_fd if serving and ready is not None else -1,
+            stack_fd=ready.stack_fd if serving and ready is not None else -1,
+            stack_signal=ready.stack_signal if serving and ready is not None else 0,
+        )
+
+    # --- its life ---
+
+    def start(self, now: float) -> None:
+        """Starts the process of the current incarnation. Raises OSError if none is to be had."""
+        init = msgspec.structs.replace(self._init, incarnation=self.supervisor.incarnation)
+        self._init = init
+        self._handshake = EngineHandshake(self._session.token, init)
+        self.peer = b""
+        self._ready = self._killed_by = self._reason = self._told = self._timed_out = None
+        environment = ChildEnvironment(self._control_address, self._session.token, init.rank, init.incarnation)
+        self.process = EngineProcess.start({**os.environ, **environment.to_environ()}, self._session.path)
+        self._deadline = now + self._faults.startup_timeout
+
+    def receive(self, sender: bytes, frames: list[bytes], now: float) -> bytes | None:
+        """Takes a message of the handshake; what to send back to `sender`, or None."""
+        handshake = self._handshake
+        answer = handshake.receive(sender, frames)
+        if self.process is None or self._killed_by is not None:
+            return answer
+        if handshake.hello is not None and not self.peer:
+            self.peer = sender
+            self.process.identify(handshake.hello.pid, handshake.hello.pgid)
+            self._pid = handshake.hello.pid
+        if handshake.ready is not None and self._ready is None:
+            self._ready = handshake.ready
+            self._deadline = None
+            self.supervisor.ready()
+        elif handshake.failure is not None:
+            self._deadline = min(self._deadline or now, now + _EXIT_GRACE)
+        return answer
+
+    def tick(self, now: float) -> None:
+        """Does what is due: a restart, or an end to what took too long."""
+        supervisor = self.supervisor
+        if supervisor.restart_at is not None and now >= supervisor.restart_at:
+            supervisor.begin()
+            try:
+                self.start(now)
+            except OSError as error:
+                self._died_unstarted(f"engine core rank {self.rank} cannot be started again: {error}", now)
+        elif self._deadline is not None and now >= self._deadline:
+            self._on_deadline(now)
+
+    def stall(self, report: StallReport) -> bool:
+        """Somebody waits for it in vain. Returns whether that is news."""
+        if not self.supervisor.stalled():
+            return False
+        self._stall = report
+        return True
+
+    def progressed(self) -> bool:
+        """It goes on. Returns whether that is news."""
+        if not self.supervisor.progressed():
+            return False
+        self._stall = None
+        return True
+
+    def kill(self, now: float, reason: str | None = None, report: ErrorReport | None = None) -> None:
+        """Ends the process at once; `exited` follows. What comes then is up to the supervisor.
+
+        Args:
+            reason: what its death report says, in place of how it ended.
+            report: an exception that it has told of by other ways than its report page.
+        """
+        if self.process is not None and self._killed_by is None:
+            self._reason = reason
+            self._told = report
+            self._killed_by = now
+            self._deadline = now + _KILL_BOUND
+            self.process.kill()
+
+    def stop(self, now: float, timeout: float) -> None:
+        """Asks for its end, within `timeout` seconds; a second call may shorten that."""
+        self.supervisor.stop()
+        if self.process is None or self._killed_by is not None:
+            return
+        if timeout <= 0:
+            self.kill(now)
+            return
+        self._deadline = now + timeout
+        self.process.terminate()
+
+    def exited(self, now: float) -> None:
+        """The process has ended, and all that belongs to it."""
+        process, starting = self.process, self._ready is None
+        assert process is not None  # its sentinel told
+        failure = self._what_failed(process, starting)
+        self._death = EngineDeath.of(_death_behind(failure))
+        self.supervisor.died(now)
+        if starting and self.supervisor.state is EngineState.DEAD and not self._init.incarnation:
+            self.failure = failure
+        process.close()
+        self.process = None
+        self._deadline = self._stall = None
+        self.peer = b""
+
+    def _what_failed(self, process: EngineProcess, starting: bool) -> ConfigError | EngineDeadError:
+        if self._timed_out is not None:
+            return self._timed_out
+        if starting and self._reason is None:
+            return startup_failure(process, self._init, self._handshake.failure)
+        phase = "stopping" if self.supervisor.stopping else "start-up" if starting else "running"
+        facts = {"rank": self.rank, "incarnation": self._init.incarnation}
+        error = process.death(phase, EngineDeadError, self._reason, **facts)
+        told = self._told
+        if told is not None and not error.remote_type:
+            error.remote_type, error.remote_message, error.remote_traceback = told.type, told.message, told.traceback
+        return error
+
+    def _on_deadline(self, now: float) -> None:
+        process = self.process
+        assert process is not None  # there is no deadline without one
+        if self._killed_by is not None:
+            process.stop(0)  # the warden does not obey: bounded, and by other means
+            self.exited(now)
+        elif self._ready is None and self._handshake.failure is None and self.supervisor.restart_at is None:
+            seconds = self._faults.startup_timeout
+            self._timed_out = startup_timeout(process, self._init, self._handshake.state, seconds)
+            self.kill(now)
+        else:
+            self.kill(now)
+
+    def _died_unstarted(self, reason: str, now: float) -> None:
+        error = EngineDeadError(reason, rank=self.rank, incarnation=self.supervisor.incarnation, phase="start-up")
+        self._death = EngineDeath.of(error)
+        self.supervisor.died(now)
+
+
+def _death_behind(failure: ConfigError | EngineDeadError) -> EngineDeadError:
+    """The death itself: a `ConfigError` of start-up has it as its cause."""
+    error = failure if isinstance(failure, EngineDeadError) else failure.__cause__
+    assert isinstance(error, EngineDeadError)
+    return error

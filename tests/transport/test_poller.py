@@ -1,0 +1,109 @@
+"""Many sockets, one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from outboard.config import TransportConfig
+from outboard.transport.poller import SocketPoller
+from outboard.transport.sockets import InputReceiver, ZmqContext, ZmqSocket, bind_input, wait_for_peers
+
+CONFIG = TransportConfig()
+
+
+@pytest.fixture
+def poller() -> Iterator[SocketPoller]:
+    poller = SocketPoller()
+    yield poller
+    poller.close()
+
+
+class Line:
+    """A ROUTER, the receiver at its other end, and what that has read, up to `limit` messages a time."""
+
+    def __init__(self, context: ZmqContext, address: str, limit: int = 64) -> None:
+        self.router: ZmqSocket = bind_input(context, address, CONFIG)
+        self.receiver = InputReceiver(context, address, b"peer", CONFIG)
+        assert wait_for_peers(self.router, {b"peer"}, 10) == set()
+        self.got: list[bytes] = []
+        self.limit = limit
+
+    def send(self, *bodies: bytes) -> None:
+        for body in bodies:
+            self.router.send_multipart([b"peer", body])
+
+    def read(self) -> bool:
+        for _ in range(self.limit):
+            frames = self.receiver.receive()
+            if frames is None:
+                return False
+            self.got.append(bytes(frames[0]))
+        return True
+
+
+@pytest.fixture
+def line(context: ZmqContext, short_tmp: Path) -> Callable[..., Line]:
+    count = iter(range(100))
+    return lambda **kwargs: Line(context, f"ipc://{short_tmp}/{next(count)}", **kwargs)
+
+
+def turn_until(poller: SocketPoller, condition: Callable[[], bool]) -> None:
+    """Each turn waits for an event; the time limit of the test is the bound."""
+    while not condition():
+        poller.turn()
+
+
+def test_what_came_before_the_socket_was_added_is_read(poller: SocketPoller, line: Callable[..., Line]) -> None:
+    one = line()
+    one.send(b"1", b"2")
+    poller.add(one.receiver.fd, one.read)
+    turn_until(poller, lambda: one.got == [b"1", b"2"])
+
+
+def test_each_message_of_each_socket_is_read_in_order(poller: SocketPoller, line: Callable[..., Line]) -> None:
+    lines = [line(limit=3) for _ in range(5)]
+    for one in lines:
+        poller.add(one.receiver.fd, one.read)
+    expected = [b"%d" % number for number in range(100)]
+    for start in range(0, 100, 10):
+        for one in lines:
+            one.send(*expected[start : start + 10])
+        turn_until(poller, lambda start=start: all(len(one.got) == start + 10 for one in lines))  # type: ignore[misc]
+    assert all(one.got == expected for one in lines)
+
+
+def test_one_that_sends_much_does_not_keep_others_waiting(poller: SocketPoller, line: Callable[..., Line]) -> None:
+    much, little = line(limit=4), line()
+    much.send(*[b"x"] * 400)
+    assert much.router.poll(0) == 0
+    poller.add(much.receiver.fd, much.read)
+    turn_until(poller, lambda: len(much.got) >= 4)
+    little.send(b"y")
+    poller.add(little.receiver.fd, little.read)
+    turn_until(poller, lambda: bool(little.got))
+    assert len(much.got) < 400
+    turn_until(poller, lambda: len(much.got) == 400)
+
+
+def test_a_socket_that_is_removed_is_not_read(poller: SocketPoller, line: Callable[..., Line]) -> None:
+    """Also where it was left unfinished, where another's reader removes it, and where its descriptor is used again."""
+    first, second, third = line(limit=1), line(), line()
+    poller.add(first.receiver.fd, first.read)
+
+    def remove_and_replace() -> bool:
+        if len(second.got) == 0 and not second.read() and second.got:
+            poller.remove(first.receiver.fd)
+            first.receiver.close()
+            poller.add(third.receiver.fd, third.read)
+        return False
+
+    first.send(b"1", b"2", b"3")
+    turn_until(poller, lambda: bool(first.got))
+    poller.add(second.receiver.fd, remove_and_replace)
+    second.send(b"x")
+    third.send(b"z")
+    turn_until(poller, lambda: bool(third.got))
+    assert third.got == [b"z"]
