@@ -1,4 +1,4 @@
-"""What commands share: engine options from the command line, and errors as exit status."""
+"""What commands share: engine options from the command line, and errors as exit status (see `main`)."""
 
 from __future__ import annotations
 

@@ -196,12 +196,14 @@ class MPClient(EngineCoreClient):
 
         Args:
             timeout: seconds that the engine core gets to stop by itself before it is killed; default
-                `FaultConfig.shutdown_timeout`.
+                `FaultConfig.shutdown_timeout`. 0 kills it, also while another call waits for it to stop.
         """
         if os.getpid() != self._resources.creator:
             return  # a forked copy owns nothing
         # Before the lock: who holds it may be waiting for the loop that calls this.
         self._stop_reading()
+        if timeout == 0 and not self._closed:
+            self._resources.process.kill()  # before the lock, too: who holds it may have more patience
         with self._shutdown_lock:
             if self._closed:
                 return

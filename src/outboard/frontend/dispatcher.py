@@ -34,6 +34,7 @@ class Dispatcher:
 
     Attributes:
         requests: requests that have not ended, by the user's id.
+        ended: set whenever one of them has; whoever waits clears it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Dispatcher:
         self._stream_buffer_bytes = stream_buffer_bytes
         self._slots: dict[int, Slot] = {}
         self.requests: dict[str, RequestState] = {}
+        self.ended = asyncio.Event()
 
     def add(self, slot: Slot, handle: int) -> None:
         """Enters a slot; its outputs may come from now on."""
@@ -203,7 +205,7 @@ class Dispatcher:
             f"stream_buffer_bytes={self._stream_buffer_bytes} allows; read faster, or raise it in TransportConfig"
         )
         running = [other.handle for other in request.slots if self._slots.pop(other.handle, None) is not None]
-        del self.requests[request.request_id]
+        self._forget(request)
         request.fail(error)
         return running
 
@@ -237,12 +239,17 @@ class Dispatcher:
         request = slot.request
         request.unfinished -= 1
         if not request.unfinished:
-            del self.requests[request.request_id]
+            self._forget(request)
+
+    def _forget(self, request: RequestState) -> None:
+        del self.requests[request.request_id]
+        self.ended.set()
 
     def _fail_all(self, error: EngineDeadError) -> None:
         requests = list(self.requests.values())
         self._slots.clear()
         self.requests.clear()
+        self.ended.set()
         for request in requests:
             request.fail(error)
             if request.on_output is not None:
