@@ -15,7 +15,6 @@ from outboard import (
     AsyncLLM,
     ClientClosedError,
     EngineConfig,
-    EngineCore,
     EngineDeadError,
     FaultConfig,
     OutboardError,
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 ENDLESS = SamplingParams(max_tokens=100_000, output_kind="delta", detokenize=False)
 
 
-class SlowStart(EngineCore):
+class SlowStart(MockEngine):
     """Is not ready for a long time."""
 
     def __init__(self) -> None:

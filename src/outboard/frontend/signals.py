@@ -98,6 +98,7 @@ class ShutdownSignals:
             for number, handler in self._before.items():
                 if handler is not None:  # None: not of Python's making
                     signal.signal(number, handler)
+            self._before.clear()
         if self._drain is None:
             return False
         self._interrupted = isinstance(error, ClientClosedError)
@@ -138,6 +139,8 @@ class ShutdownSignals:
 
     def _take(self) -> None:
         assert self._loop is not None
+        if not self._before:
+            return  # the block was left just then: all has ended
         self._taken += 1
         if self._taken == 1:
             self._drain = self._loop.create_task(self._llm.drain(self._timeout))
@@ -152,5 +155,6 @@ class ShutdownSignals:
             callback(self.received[self._taken - 1])
 
     async def _finish(self) -> None:
+        await asyncio.sleep(0)  # a signal may have asked the loop just now
         while running := [task for task in (self._drain, self._force) if task is not None and not task.done()]:
             await asyncio.wait(running)
