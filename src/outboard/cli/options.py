@@ -67,3 +67,6 @@ def exit_status() -> Iterator[None]:
         raise typer.Exit(ENGINE_FAILURE) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    except SystemExit:  # by a signal, perhaps because nobody reads what we write
+        _forget_stdout()
+        raise
