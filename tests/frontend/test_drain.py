@@ -17,6 +17,7 @@ from outboard import (
     EngineConfig,
     EngineDeadError,
     FaultConfig,
+    InvalidRequestError,
     OutboardError,
     RequestOutput,
     SamplingParams,
@@ -254,6 +255,8 @@ class HeldTokenizer(ByteTokenizer):
     def encode(self, text: str) -> list[int]:
         self.began.set()
         assert self.may_go_on.wait(20)
+        if text.startswith("bad"):
+            raise InvalidRequestError("a bad prompt")
         return super().encode(text)
 
 
@@ -293,5 +296,23 @@ def test_a_request_whose_prompt_is_being_encoded_is_in_flight(run: Run, in_time:
             assert isinstance(last, RequestOutput)
             assert last.finished
             assert last.outputs[0].finish_reason == ("length" if in_time else "abort")
+
+    on_mock(run, body, HeldEngine)
+
+
+def test_a_request_that_turns_out_to_be_bad_has_ended(run: Run) -> None:
+    HeldTokenizer.began.clear()
+    HeldTokenizer.may_go_on.clear()
+
+    async def body(llm: AsyncLLM) -> None:
+        reading = asyncio.ensure_future(anext(llm.generate("bad" * 5000)))
+        assert await asyncio.to_thread(HeldTokenizer.began.wait, 20)
+        drain = asyncio.ensure_future(llm.drain(20))
+        await asyncio.sleep(0)
+        HeldTokenizer.may_go_on.set()
+        with pytest.raises(InvalidRequestError):
+            await reading
+        async with asyncio.timeout(5):
+            assert await drain
 
     on_mock(run, body, HeldEngine)
