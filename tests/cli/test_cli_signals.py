@@ -258,10 +258,11 @@ def test_nobody_reads_what_it_writes() -> None:
     command = Command("--engine", "mock", "--max-tokens", "1000000", stdout=writer).streams(stdout=False)
     full = select.poll()
     full.register(writer, select.POLLOUT)
-    deadline = time.monotonic() + 20
-    while full.poll(0):
+    process, before, deadline = psutil.Process(command.process.pid), None, time.monotonic() + 20
+    while (now := process.cpu_times()[:2]) != before or full.poll(0):  # it stands still once a write blocks
+        before = now
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.3)
     command.engine()
     command.send(signal.SIGINT)
     command.send(signal.SIGTERM)
