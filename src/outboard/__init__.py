@@ -1,59 +1,27 @@
 """Outboard runs an inference engine in a process of its own and drives it from asyncio."""
 
-from outboard._version import __version__
-from outboard.client.async_mp import AsyncMPClient
-from outboard.client.base import EngineCoreClient
-from outboard.client.inproc import InprocClient
-from outboard.client.sync_mp import SyncMPClient
-from outboard.config import EngineConfig, FaultConfig, RestartPolicy, TransportConfig
-from outboard.engine.core import EngineCore, OutputBatch, Tokenizer, utility
-from outboard.errors import *  # noqa: F403
-from outboard.errors import __all__ as _error_names
-from outboard.frontend.llm import AsyncLLM
-from outboard.frontend.offline import LLM
-from outboard.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from outboard.frontend.stream import RequestStream
-from outboard.launch.group import EngineAddresses, EngineGroup, launch_engines
-from outboard.protocol.control import EngineState, EngineStatus
-from outboard.protocol.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineInfo,
-    SchedulerStats,
-)
-from outboard.protocol.sampling import SamplingParams
+from __future__ import annotations
 
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "AsyncMPClient",
-    "CompletionOutput",
-    "EngineAddresses",
-    "EngineConfig",
-    "EngineCore",
-    "EngineCoreClient",
-    "EngineCoreOutput",
-    "EngineCoreOutputs",
-    "EngineCoreRequest",
-    "EngineGroup",
-    "EngineInfo",
-    "EngineState",
-    "EngineStatus",
-    "FaultConfig",
-    "InprocClient",
-    "OutputBatch",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestStream",
-    "RestartPolicy",
-    "SamplingParams",
-    "SchedulerStats",
-    "SyncMPClient",
-    "Tokenizer",
-    "TransportConfig",
-    "__version__",
-    "launch_engines",
-    "utility",
-    *_error_names,
-]
+from outboard._version import __version__ as __version__
+
+TYPE_CHECKING = False  # `typing` takes a while to import
+if TYPE_CHECKING:
+    from outboard._api import *  # noqa: F403
+    from outboard.errors import *  # noqa: F403
+else:
+    # The names come at the first use of any, `__all__` too: the command must be ready for Ctrl-C before it imports
+    # much, and an engine core needs no clients.
+    def __getattr__(name: str) -> object:
+        names = globals()
+        if name == "__all__" or not name.startswith("__"):
+            import importlib
+
+            api = importlib.import_module("outboard._api")
+            names |= {public: getattr(api, public) for public in api.__all__}
+            names["__all__"] = api.__all__
+        if name not in names:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return names[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*__getattr__("__all__"), *globals()})

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from outboard import __version__
-from outboard.cli.main import app
+from outboard.cli.app import app
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

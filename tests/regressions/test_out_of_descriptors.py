@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 CODE = """
-import os, resource, outboard
+import os, resource
+from outboard import AsyncMPClient, OutboardError
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 for spare in range(0, 24):
     held = []
@@ -21,9 +22,9 @@ for spare in range(0, 24):
     for fd in held[:spare]:
         os.close(fd)
     try:
-        outboard.AsyncMPClient("echo").shutdown()
+        AsyncMPClient("echo").shutdown()
     except Exception as error:
-        assert isinstance(error, (outboard.OutboardError, OSError)), repr(error)
+        assert isinstance(error, (OutboardError, OSError)), repr(error)
     for fd in held[spare:]:
         os.close(fd)
 """

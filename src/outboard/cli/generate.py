@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from typing import Annotated, Any
@@ -11,11 +12,12 @@ import msgspec
 import typer
 
 from outboard.cli.options import exit_status, parse_options
-from outboard.config import EngineConfig
+from outboard.config import EngineConfig, FaultConfig
 from outboard.errors import RequestFailedError
 from outboard.frontend.llm import AsyncLLM
 from outboard.frontend.outputs import RequestOutput
 from outboard.frontend.prompt import Prompt
+from outboard.frontend.signals import ShutdownSignals
 from outboard.protocol.sampling import SamplingParams
 
 __all__ = ["generate"]
@@ -33,24 +35,33 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
+    shutdown_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long the answer may go on after Ctrl-C or SIGTERM.")
+    ] = FaultConfig().shutdown_timeout,
 ) -> None:
     """Generates text with an engine in a process of its own.
 
-    Text goes to stdout as it comes, a summary to stderr.
+    Text goes to stdout as it comes, a summary to stderr. After Ctrl-C the answer may go on to its end, for a while;
+    a second one stops at once.
     """
     with exit_status():
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, output_kind="delta")
-        config = EngineConfig(engine=engine, options=parse_options(option or []))
+        faults = FaultConfig(shutdown_timeout=shutdown_timeout)
+        config = EngineConfig(engine=engine, options=parse_options(option or []), faults=faults)
         prompt = prompt.encode(errors="replace").decode()  # an argument that is no UTF-8 has lone surrogates
         asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
-        asyncio.run(_generate(config, asked, params, as_json))
+        status = asyncio.run(_generate(config, asked, params, as_json))
+    if status:
+        raise typer.Exit(status)
 
 
-async def _generate(config: EngineConfig, prompt: Prompt, params: SamplingParams, as_json: bool) -> None:
+async def _generate(config: EngineConfig, prompt: Prompt, params: SamplingParams, as_json: bool) -> int:
     text: list[str] = []
     token_ids: list[int] = []
     last: RequestOutput | None = None
-    async with AsyncLLM(config) as llm:
+    llm = AsyncLLM(config)
+    async with ShutdownSignals(llm) as signals, llm:
+        signals.on_drain = _tell
         started = time.monotonic()
         async for last in llm.generate(prompt, params):
             text.append(last.outputs[0].text)
@@ -60,13 +71,14 @@ async def _generate(config: EngineConfig, prompt: Prompt, params: SamplingParams
                 sys.stdout.flush()
         seconds = time.monotonic() - started
         pid = llm.client.core_engines[0].pid
-    assert last is not None  # a stream that raises nothing yields at least its end
+    if last is None or not last.finished:  # a signal ended it before
+        return signals.exit_status
     completion = last.outputs[0]
     if completion.finish_reason == "error":
         raise RequestFailedError(completion.error or "the engine ended the request with an error")
     if as_json:
         print(_as_json(last, "".join(text), token_ids, seconds, pid))
-        return
+        return signals.exit_status
     if text and not "".join(text).endswith("\n"):
         print(flush=True)
     first = last.metrics.time_to_first_token if last.metrics else None
@@ -75,6 +87,12 @@ async def _generate(config: EngineConfig, prompt: Prompt, params: SamplingParams
         f"first after {(first or 0) * 1000:.0f} ms, finish reason {completion.finish_reason}, engine pid {pid}",
         file=sys.stderr,
     )
+    return signals.exit_status
+
+
+def _tell(received: signal.Signals) -> None:
+    again = "Ctrl-C" if received is signal.SIGINT else received.name
+    typer.echo(f"outboard: finishing; {again} again stops at once", err=True)
 
 
 def _as_json(last: RequestOutput, text: str, token_ids: list[int], seconds: float, pid: int) -> str:

@@ -1,43 +1,46 @@
-"""The `outboard` command. Exit status: 0, 1 for an engine failure, 2 for usage, 130 after Ctrl-C."""
+"""The `outboard` command.
+
+Exit status:
+    0    success; also after a SIGINT (Ctrl-C) or SIGTERM, if the answer came to its end
+    1    engine failure: it did not start, or it died, be it while it was drained
+    2    usage: a wrong option, engine or request
+    3    after a signal the answer did not come to its end in time, and was cut
+    130  SIGINT ended it at once: a second one, or one during start-up or before
+    143  the same by SIGTERM
+
+This module imports next to nothing, so that a signal is answered well from the first moment.
+"""
 
 from __future__ import annotations
 
-import logging
-from typing import Annotated
+import os
+import signal
+from collections.abc import Callable
 
-import typer
-
-from outboard._version import __version__
-from outboard.cli import engines, generate, models
-
-__all__ = ["app", "run"]
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Run an inference engine in a process of its own.",
-)
-app.command("generate")(generate.generate)
-app.command("engines")(engines.engines)
-app.add_typer(models.app, name="models")
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"outboard {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+__all__ = ["run"]
 
 
 def run() -> None:
     """Entry point of the installed command."""
-    app()
+    _on_signals(_leave)
+    from outboard.cli.app import app
+
+    _on_signals(_unwind)
+    try:
+        app()
+    finally:
+        _on_signals(_leave)
+
+
+def _on_signals(handler: Callable[[int, object], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def _leave(number: int, frame: object) -> None:
+    """There is nothing to clean up; an exception might be lost in the middle of an import, or printed."""
+    os._exit(128 + number)
+
+
+def _unwind(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)

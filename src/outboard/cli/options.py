@@ -1,4 +1,4 @@
-"""What commands share: engine options from the command line, and errors as exit status."""
+"""What commands share: engine options from the command line, and errors as exit status (see `main`)."""
 
 from __future__ import annotations
 
@@ -67,3 +67,6 @@ def exit_status() -> Iterator[None]:
         raise typer.Exit(ENGINE_FAILURE) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    except SystemExit:  # by a signal, perhaps because nobody reads what we write
+        _forget_stdout()
+        raise

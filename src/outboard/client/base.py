@@ -294,12 +294,14 @@ class MPClient(EngineCoreClient):
 
         Args:
             timeout: seconds that the engine cores get to stop by themselves before they are killed; default
-                `FaultConfig.shutdown_timeout`.
+                `FaultConfig.shutdown_timeout`. 0 kills them, also while another call waits for them to stop.
         """
         if os.getpid() != self._resources.creator:
             return  # a forked copy owns nothing
         # Before the lock: who holds it may be waiting for the loop that calls this.
         self._stop_reading()
+        if timeout == 0 and self._resources.group is not None:
+            self._resources.group.kill()  # before the lock, too: who holds it may have more patience
         with self._shutdown_lock:
             if self._closed:
                 return

@@ -35,6 +35,7 @@ class Dispatcher:
 
     Attributes:
         requests: requests that have not ended, by the user's id.
+        ended: set whenever one of them has; whoever waits clears it.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Dispatcher:
         self._stream_buffer_bytes = stream_buffer_bytes
         self._slots: dict[int, Slot] = {}
         self.requests: dict[str, RequestState] = {}
+        self.ended = asyncio.Event()
 
     def add(self, slot: Slot, handle: int) -> None:
         """Enters a slot; its outputs may come from now on."""
@@ -241,12 +243,16 @@ class Dispatcher:
         request = slot.request
         request.unfinished -= 1
         if not request.unfinished:
-            del self.requests[request.request_id]
+            self._forget(request)
+
+    def _forget(self, request: RequestState) -> None:
+        del self.requests[request.request_id]
+        self.ended.set()
 
     def _fail(self, request: RequestState, error: OutboardError) -> list[int]:
         """Ends a whole request with an error; the handles of completions that had not ended."""
         running = [slot.handle for slot in request.slots if self._slots.pop(slot.handle, None) is not None]
-        del self.requests[request.request_id]
+        self._forget(request)
         request.fail(error)
         return running
 
@@ -266,6 +272,7 @@ class Dispatcher:
         requests = list(self.requests.values())
         self._slots.clear()
         self.requests.clear()
+        self.ended.set()
         for request in requests:
             request.fail(error)
             if request.on_output is not None:

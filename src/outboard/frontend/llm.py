@@ -69,7 +69,9 @@ class AsyncLLM:
         self._start_lock = asyncio.Lock()
         self._running: RunningEngine | None = None
         self._launch: asyncio.Task[RunningEngine] | None = None
+        self._draining = False
         self._closed = False
+        self._cut = False  # whether we ended requests ourselves
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -116,7 +118,45 @@ class AsyncLLM:
         async with self._start_lock:
             running = self._running
         if running is not None:
+            self._cut = self._cut or bool(running.in_flight)
             await asyncio.to_thread(running.client.shutdown, timeout)
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Takes no new requests from now on, lets those in flight end, and then shuts down.
+
+        New requests are refused with `ClientClosedError`; utility calls go on until the end. Requests that do not end
+        in time end with `finish_reason` "abort": what had arrived of them stays readable, and nothing is raised. During
+        start-up this is `shutdown`. Idempotent. A `shutdown` meanwhile ends the requests at once.
+
+        Cancelling it ends the waiting alone: requests go on, new ones are refused still, and nothing is shut down until
+        `drain` or `shutdown` is called again.
+
+        Args:
+            timeout: seconds that the requests get; default `FaultConfig.shutdown_timeout`. After them the engine core
+                has `shutdown_timeout` to stop, as in `shutdown`.
+
+        Returns:
+            whether all requests ended by themselves.
+
+        Raises:
+            EngineDeadError: the engine core died before it was stopped. Everything has been freed all the same.
+        """
+        self._draining = True
+        running = self._running
+        if running is not None and not self._closed:
+            try:
+                async with asyncio.timeout(self.config.faults.shutdown_timeout if timeout is None else timeout):
+                    await running.wait_until_idle()
+            except TimeoutError:
+                self._cut = True
+                running.abort_requests(running.in_flight)
+        await self.shutdown()
+        if running is not None:
+            try:
+                running.client.validate_alive()
+            except ClientClosedError:
+                pass  # as it should be; a death that came before is another error
+        return not self._cut
 
     def generate(
         self,
@@ -167,6 +207,9 @@ class AsyncLLM:
         except BaseException:
             stream.state.stream = None
             raise
+        if stream.closed:  # aborted before it was sent: no message will say so
+            stream.state.stream = None
+            stream.emit()
         return stream
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
@@ -314,6 +357,8 @@ class AsyncLLM:
 
     async def submit_stream(self, stream: RequestStream) -> None:
         """Sends the request of a stream."""
+        if self._draining:
+            raise ClientClosedError("this AsyncLLM is shutting down and takes no more requests", phase="stopping")
         if self._running is None or self._closed:
             await self.start()
         assert self._running is not None

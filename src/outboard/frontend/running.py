@@ -63,6 +63,7 @@ class RunningEngine:
             token_ids = await self._prompts.process(stream.asked, params, stream.inputs)
         finally:
             del self._encoding[stream.request_id]
+            self.dispatcher.ended.set()
         if stream.closed:
             return
         # From here on nothing suspends: either all completions are sent and known, or none.
@@ -93,6 +94,17 @@ class RunningEngine:
                 self.dispatcher.abort(request.slots)
             elif request_id in self._encoding:
                 self._encoding[request_id].abort()
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return [*self.dispatcher.requests, *self._encoding]
+
+    async def wait_until_idle(self) -> None:
+        """Returns once no request is in flight."""
+        while self.in_flight:
+            self.dispatcher.ended.clear()
+            await self.dispatcher.ended.wait()
 
 
 def _for_completion(params: SamplingParams, index: int) -> SamplingParams:
