@@ -190,7 +190,7 @@ class Receiver(ABC):
     def _on_utility_output(self, output: UtilityOutput) -> None:
         if output.call_id != EEP_NOTIFICATION_CALL_ID:
             _process_utility_output(output, self._pending.utility_results)
-        elif output.result:
+        elif output.result is not None:
             if not _is_notification(output.result):
                 self._drop("malformed notification", repr(output.result))
             elif not self._on_notification((output.result[0], output.result[1])):
