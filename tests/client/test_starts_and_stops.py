@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 def others() -> set[asyncio.Task[object]]:
     """All tasks on the loop but the test's own."""
-    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[return-value, arg-type]
+    return asyncio.all_tasks() - {asyncio.current_task()}
 
 
 @pytest.mark.timeout(180)

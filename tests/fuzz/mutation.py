@@ -93,18 +93,21 @@ class Mutator:
             self._at_bytes(frames)
         return frames
 
+    def _choose(self, options: Sequence[Any]) -> Any:
+        """As `Random.choice`, in half the time."""
+        return options[int(self._random.random() * len(options))]
+
     def _pick(self) -> Frames:
-        return list(self._random.choice(self._samples))
+        return list(self._choose(self._samples))
 
     # --- values ---
 
     def _of_values(self) -> Frames:
         """A sample with one to three of its values replaced by others."""
-        random = self._random
-        number, position, tree, slots = random.choice(self._trees)
+        number, position, tree, slots = self._choose(self._trees)
         undo = []
-        for _ in range(random.choice((1, 1, 1, 2, 3))):
-            container, key = random.choice(slots)
+        for _ in range(self._choose((1, 1, 1, 2, 3))):
+            container, key = self._choose(slots)
             undo.append((container, key, container[key]))
             container[key] = self._value(container[key])
         frames = list(self._samples[number])
@@ -120,28 +123,28 @@ class Mutator:
         random = self._random
         kind = random.randrange(16)
         if kind < 4 and isinstance(old, int):
-            return random.choice((old + 1, old - 1, old ^ 1 << random.randrange(40), -old)) % 2**63
+            return self._choose((old + 1, old - 1, old ^ 1 << random.randrange(40), -old)) % 2**63
         if kind < 5 and isinstance(old, list):
-            return random.choice((old * 2, old[:-1], old[1:], [*old, None], old[::-1], [old], copy.copy(old) * 40))
+            return self._choose((old * 2, old[:-1], old[1:], [*old, None], old[::-1], [old], copy.copy(old) * 40))
         if kind < 5 and isinstance(old, (str, bytes)):
-            return random.choice((old * 2, old[1:], old[:-1], old[:0]))
+            return self._choose((old * 2, old[1:], old[:-1], old[:0]))
         if kind < 8:
-            return random.choice(_INTS)
+            return self._choose(_INTS)
         if kind < 11:
             return self._array(old)
         if kind == 11:
-            return random.choice(_BYTES)
+            return self._choose(_BYTES)
         if kind == 12 and self._own:
-            return random.choice(self._own)
-        return random.choice(_VALUES)
+            return self._choose(self._own)
+        return self._choose(_VALUES)
 
     def _array(self, old: Any) -> msgspec.msgpack.Ext:
         """An extension like those of arrays and tensors: of odd parts, or with one odd part."""
         random = self._random
-        header: list[Any] = [random.choice(_DTYPES), random.choice(_SHAPES), self._data()]
-        code = random.choice((1, 1, 1, 2, 2, 0, 3, -1, 127))
+        header: list[Any] = [self._choose(_DTYPES), self._choose(_SHAPES), self._data()]
+        code = self._choose((1, 1, 1, 2, 2, 0, 3, -1, 127))
         if isinstance(old, msgspec.msgpack.Ext):
-            code = random.choice((old.code, old.code, code))
+            code = self._choose((old.code, old.code, code))
             try:
                 whole = _tree(old.data)
                 whole[random.randrange(len(whole))] = header[random.randrange(3)]
@@ -156,17 +159,17 @@ class Mutator:
     def _data(self) -> Any:
         random = self._random
         if self._own and random.random() < 0.5:
-            return random.choice(self._own)
-        return random.choice((random.choice(_BYTES), random.choice(_INTS), random.choices(_INTS, k=3)))
+            return self._choose(self._own)
+        return self._choose((self._choose(_BYTES), self._choose(_INTS), random.choices(_INTS, k=3)))
 
     # --- frames ---
 
     def _framewise(self, frames: Frames) -> None:
         random = self._random
-        for _ in range(random.choice((1, 1, 2, 5))):
+        for _ in range(self._choose((1, 1, 2, 5))):
             act = random.randrange(6)
             if act == 0 or not frames:
-                frames.insert(random.randint(0, len(frames)), random.choice((b"", b"\0", random.randbytes(20))))
+                frames.insert(random.randint(0, len(frames)), self._choose((b"", b"\0", random.randbytes(20))))
             elif act == 1:
                 frames.pop(random.randrange(len(frames)))
             elif act == 2:
@@ -184,8 +187,8 @@ class Mutator:
         random = self._random
         position = random.randrange(len(frames)) if random.random() < 0.2 else _largest(frames)
         data = bytearray(frames[position])
-        for _ in range(random.choice((1, 1, 2, 4))):
-            random.choice(self._bytewise)(data)
+        for _ in range(self._choose((1, 1, 2, 4))):
+            self._choose(self._bytewise)(data)
         frames[position] = bytes(data)
 
     def _flip(self, data: bytearray) -> None:
@@ -217,7 +220,7 @@ class Mutator:
         data[start : start + len(piece)] = piece
 
     def _splice(self, data: bytearray) -> None:
-        other = self._random.choice(self._samples)
+        other = self._choose(self._samples)
         if other:
             donor = other[self._random.randrange(len(other))]
             data[self._random.randint(0, len(data)) :] = donor[self._random.randint(0, len(donor)) :]
@@ -225,10 +228,8 @@ class Mutator:
     def _huge(self, data: bytearray) -> None:
         """A length that is not there: of a string, bytes, an array, a map or an extension."""
         start = self._random.randint(0, len(data))
-        lead = self._random.choice((b"\xdb", b"\xc6", b"\xdd", b"\xdf", b"\xc9", b"\xdc", b"\xda", b"\xde", b"\xc8"))
-        length = self._random.choice(
-            (b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\xff\xff\xff", b"\x00\x00\x00\x40")
-        )
+        lead = self._choose((b"\xdb", b"\xc6", b"\xdd", b"\xdf", b"\xc9", b"\xdc", b"\xda", b"\xde", b"\xc8"))
+        length = self._choose((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\xff\xff\xff", b"\x00\x00\x00\x40"))
         data[start : start + 1] = lead + length
 
 
