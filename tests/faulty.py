@@ -21,8 +21,8 @@ from outboard.engines.mock import MockEngine
 
 
 def die(how: str) -> None:
-    """Ends this process in the given way."""
-    print(f"about to die by {how}", file=sys.stderr, flush=True)
+    """Ends this process in the given way; says when on the clock that all processes share."""
+    print(f"about to die by {how} at {time.monotonic():.3f}", file=sys.stderr, flush=True)
     if how == "exception":
         raise RuntimeError("boom")
     if how == "_exit":

@@ -159,6 +159,33 @@ def test_stop_strings_end_the_request_in_the_engine_too(run: Run) -> None:
     on_llm(run, body, options={"step_ms": 0.1})
 
 
+def test_a_stop_string_ends_a_request_that_would_never_end_in_the_engine(run: Run) -> None:
+    """Asked of the engine core itself: what the front end knows of the request ended with the stream."""
+
+    async def body(llm: AsyncLLM) -> None:
+        async def running() -> int:
+            count: int = (await llm.client.call_utility_async("get_stats", timeout=5))["running"]
+            return count
+
+        params = SamplingParams(max_tokens=2**31, stop="hij", output_kind="delta")
+        streams = [llm.generate([1], params) for _ in range(3)]
+        texts = [(await anext(stream)).outputs[0].text for stream in streams]
+        other = llm.generate([1], SamplingParams(max_tokens=2**31, output_kind="delta"))
+        await anext(other)
+        assert await running() >= 1
+        for position, stream in enumerate(streams):
+            async for output in stream:
+                texts[position] += output.outputs[0].text
+            assert output.outputs[0].stop_reason == "hij"
+        assert texts == ["abcdefg"] * 3
+        async with asyncio.timeout(2):
+            while await running() != 1:  # the one with no stop string
+                await asyncio.sleep(0.005)
+        await other.aclose()
+
+    on_llm(run, body, "mock", options={"step_ms": 2.0})
+
+
 def test_a_stop_token_is_among_the_tokens_but_not_in_the_text(run: Run) -> None:
     async def body(llm: AsyncLLM) -> None:
         for include, text in ((False, "abc"), (True, "abcd")):

@@ -218,7 +218,7 @@ class Receiver:
     def _on_utility_output(self, output: UtilityOutput) -> None:
         if output.call_id != EEP_NOTIFICATION_CALL_ID:
             _process_utility_output(output, self._pending.utility_results)
-        elif output.result:
+        elif output.result is not None:
             if not _is_notification(output.result):
                 self._counters.drop("malformed notification", repr(output.result))
             elif not self._listener.on_notification((output.result[0], output.result[1])):

@@ -14,6 +14,7 @@ __all__ = ["GGUFHeader", "read_header"]
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MAX_DIMENSIONS = 8  # ggml has 4; the product of what a damaged file says would take for ever
 
 # Tensor type -> (elements a block, bytes a block), as in ggml.
 # fmt: off
@@ -125,10 +126,15 @@ def _parse(path: Path, buffer: mmap.mmap) -> GGUFHeader:
     for _ in range(tensors):
         reader.string()
         elements = 1
-        for _ in range(reader.scalar("I")):
+        dimensions = reader.scalar("I")
+        if dimensions > _MAX_DIMENSIONS:
+            raise ModelFileError(f"{path} is damaged: a tensor has {dimensions} dimensions; fetch it again")
+        for _ in range(dimensions):
             elements *= reader.scalar("Q")
         block, block_bytes = _BLOCKS.get(reader.scalar("I"), (1, 0))
         end = max(end, reader.scalar("Q") + elements // block * block_bytes)
     alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ModelFileError(f"{path} is damaged: its general.alignment is {alignment!r}; fetch it again")
     data_start = -(-reader.position // alignment) * alignment
     return GGUFHeader(metadata, data_start + end)

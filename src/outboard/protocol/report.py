@@ -99,7 +99,7 @@ class ReportPage:
             return None
         try:
             return msgspec.msgpack.decode(self._read(length, REPORT_OFFSET + NUMBER), type=ErrorReport)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 
     # --- the warden's part ---

@@ -200,7 +200,7 @@ class SlotReader:
         path = f"/proc/{address.pid}/fd/{address.fd}"
         # Looked at before it is opened: in another pid namespace this is any file of any process.
         found = os.stat(path)  # noqa: PTH116
-        if not stat.S_ISREG(found.st_mode) or found.st_size != address.length:
+        if not stat.S_ISREG(found.st_mode) or not found.st_size == address.length >= DATA:
             raise OSError(f"{path} is not the arena that was announced")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
