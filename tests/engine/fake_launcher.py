@@ -221,6 +221,14 @@ class FakeLauncher:
         finally:
             reader.close()
 
+    def stacks(self) -> str:
+        """Its Python stacks; the main thread's come last."""
+        path = Path(f"/proc/{self.process.pid}/fd/{self.ready.stack_fd}")
+        os.truncate(path, 0)
+        os.kill(self.process.pid, self.ready.stack_signal)
+        text: str = eventually(lambda: "in main" in (found := path.read_text()) and found)
+        return text
+
     def stderr(self) -> str:
         """All that it wrote, once it has ended."""
         assert self.process.stderr is not None

@@ -54,6 +54,19 @@ def test_extend_skips_requests_that_are_closed_or_unknown() -> None:
     assert columns(batch) == ([10, 12], [1, 3], None)
 
 
+@pytest.mark.parametrize("end", ["close", "add"])
+def test_extend_skips_what_has_ended_since_the_last_time(end: str) -> None:
+    batch = Batch("a", "b")
+    batch.extend(["a", "b"], [1, 2])
+    if end == "close":
+        batch.close("b")
+    else:
+        batch.add("b", finish_reason="stop")
+    batch.columns.clear()
+    batch.extend(["a", "b"], [3, 4])
+    assert columns(batch)[:2] == ([10], [3])
+
+
 def test_add_keeps_no_counts_while_there_is_one_token_each() -> None:
     batch = Batch("a", "b")
     batch.add("a", [1])
@@ -136,6 +149,37 @@ def test_extend_with_as_many_ids_as_tokens_only(ids: list[str], tokens: list[int
 def test_extend_of_wrong_lengths_with_a_closed_request() -> None:
     with pytest.raises(ValueError):
         Batch("a").extend(["a", "closed"], [1])
+
+
+# --- several clients -------------------------------------------------------------------------------------------------
+
+
+def test_each_client_has_its_columns() -> None:
+    batch = Batch("a", "b", "c")
+    others = Columns()
+    for handle, request_id in enumerate("xyz", 10):
+        batch.open(request_id, handle, others)
+    for _ in range(2):  # found out, then known
+        batch.extend(["a", "x", "y", "b", "z"], [1, 2, 3, 4, 5])
+        batch.extend(["c", "x", "y"], [6, 7, 8])
+        batch.extend(("y",), (9,))
+    assert columns(batch) == ([10, 11, 12] * 2, [1, 4, 6] * 2, None)
+    assert columns(others) == ([10, 11, 12, 10, 11, 11] * 2, [2, 3, 5, 7, 8, 9] * 2, None)
+    batch.add("x", [1, 2], "stop")
+    assert columns(batch)[2] is None
+    assert others.finished == [(12, "stop", None)]
+    assert others.open == {11: "y", 12: "z"}
+    assert (len(batch), batch.open_requests) == (5, ["a", "b", "c", "y", "z"])
+
+
+def test_equal_handles_of_two_clients() -> None:
+    batch = Batch("a")
+    others = Columns()
+    batch.open("x", 10, others)
+    batch.close("a")
+    batch.extend(["a", "x"], [1, 2])
+    assert columns(batch) == ([], [], None)
+    assert columns(others) == ([10], [2], None)
 
 
 # --- queue times -----------------------------------------------------------------------------------------------------
