@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar, overload
 
 from outboard.errors import EngineDeadError, signal_name
 from outboard.launch.marked import kill_marked
+from outboard.launch.oom import OomWatch
 from outboard.protocol.environment import REPORT_FD
 from outboard.protocol.messages import ErrorReport
 from outboard.protocol.report import ReportPage, above_stdio
@@ -48,6 +49,8 @@ class EngineProcess:
         self.report = report
         self.warden_pid = warden_pid
         self._mark = mark
+        self._oom = OomWatch()
+        self._oom_verdict = ""
         self._creator = os.getpid()
         self._lock = threading.Lock()  # guards the next two
         self._pidfd = pidfd
@@ -111,6 +114,7 @@ class EngineProcess:
     def identify(self, pid: int, pgid: int) -> None:
         """Note what the engine core says of itself in its HELLO."""
         self._identity = (pid, pgid)
+        self._oom.add(pid)
 
     # --- how it ends ---
 
@@ -262,6 +266,8 @@ class EngineProcess:
             code = -signal.SIGKILL if seen is None else seen
         else:
             code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        if code == -signal.SIGKILL and self._owner_fds:  # it was not we who wanted it
+            self._oom_verdict = self._oom.verdict()
         return code
 
     def _kill_family(self) -> None:
@@ -304,7 +310,7 @@ class EngineProcess:
         report = self.report.read_report() or ErrorReport("", "", "")
         known |= {f"remote_{name}": getattr(report, name) for name in ("type", "message", "traceback")}
         known |= facts
-        return cls(reason or _reason(known), **known)
+        return cls(reason or _reason(known, self._oom_verdict), **known)
 
 
 def describe_exit(exit_code: int | None) -> str:
@@ -315,9 +321,9 @@ def describe_exit(exit_code: int | None) -> str:
     return f"exit code {exit_code}" if name is None else f"killed by {name}"
 
 
-def _reason(facts: dict[str, Any]) -> str:
+def _reason(facts: dict[str, Any], verdict: str) -> str:
     pid = "" if facts["pid"] is None else f" (pid {facts['pid']})"
-    cause = describe_exit(facts["exit_code"])
+    cause = "; ".join(filter(None, [describe_exit(facts["exit_code"]), verdict]))
     if facts["remote_type"]:
         exit_ = "" if facts["exit_code"] is None else f" ({cause})"
         first_line = facts["remote_message"].partition("\n")[0]
