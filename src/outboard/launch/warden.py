@@ -102,8 +102,8 @@ def keep(
     output.finish()
     store(report_fd, number(1) + number(code), STATUS_OFFSET)
     if ready([guard_pidfd], 0):
-        ready([owner_pidfd, owner_fd], None)  # the guard is no more; the directory is guarded until the owner lets go
-    if owner_gone(owner_pidfd, owner_fd):
+        keep_files(owner_pidfd, owner_fd, session_dir)
+    elif owner_gone(owner_pidfd, owner_fd):
         remove_tree(session_dir)
         send(guard_pidfd, signal.SIGKILL)  # all is done; if somebody has stopped it, it would stay
     exit_like(code)
@@ -123,9 +123,23 @@ def guard(owner_pidfd: int, owner_fd: int, report_fd: int, session_dir: str, kee
         codes = end_tree(engine)
         code = codes.get(engine, codes.get(keeper, -signal.SIGKILL))
         store(report_fd, number(1) + number(code), STATUS_OFFSET)
+        if os.fork() == 0:
+            keep_files(owner_pidfd, owner_fd, session_dir)
+            os._exit(0)
     if ready([owner_pidfd], 0):
         remove_tree(session_dir)
     exit_like(code)
+
+
+def keep_files(owner_pidfd: int, owner_fd: int, session_dir: str) -> None:
+    """Wait until the owner lets go of the engine core, and remove the directory if that is because it is gone.
+
+    For a half whose other half was killed: who does that often means the owner as well, and an owner takes a moment to
+    end. The owner does not wait for this.
+    """
+    ready([owner_pidfd, owner_fd], None)
+    if owner_gone(owner_pidfd, owner_fd):
+        remove_tree(session_dir)
 
 
 def start_engine(command: list[str], owner_fd: int, mark: str) -> tuple[int, int]:
