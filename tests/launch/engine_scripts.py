@@ -38,6 +38,14 @@ class System:
             return False
 
     @staticmethod
+    def parent(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    @staticmethod
+    def children_of(pid: int) -> list[int]:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    @staticmethod
     def children() -> set[str]:
         return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 

@@ -45,10 +45,7 @@ def test_stop_waits_for_a_clean_end(start: Start, system: System, tmp_path: Path
     assert process.stop(5) == 0
 
 
-def test_stop_ends_a_stopped_engine_and_a_stopped_warden(
-    start: Start, system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outboard.launch.process._KILL_BOUND", 0.2)
+def test_stop_ends_a_stopped_engine_and_a_stopped_warden(start: Start, system: System, tmp_path: Path) -> None:
     process = start(PAUSE)
     pid = system.told(tmp_path / "told")
     os.kill(pid, signal.SIGSTOP)
@@ -274,3 +271,77 @@ def test_the_death_of_an_engine_that_is_not_over_yet(start: Start, system: Syste
     assert error.exit_code is None
     assert error.reason.endswith("died while running: m.E: x.")
     assert process.death("stopping").reason.endswith("died while stopping: exit code unknown.")
+
+
+# --- when the warden does not obey ---
+
+
+def test_a_stopped_engine_is_killed_at_once(start: Start, system: System, tmp_path: Path) -> None:
+    process = start(PAUSE)
+    pid = system.told(tmp_path / "told")
+    os.kill(pid, signal.SIGSTOP)
+    before = time.monotonic()
+    process.kill()
+    assert process.wait(5) == -signal.SIGKILL
+    assert time.monotonic() - before < 1.0
+    assert not system.alive(pid)
+
+
+@pytest.mark.parametrize("halves", [["guard"], ["keeper"], ["guard", "keeper"]], ids=" and ".join)
+def test_kill_ends_what_a_stopped_warden_watches(
+    start: Start, system: System, tmp_path: Path, halves: list[str]
+) -> None:
+    process = start(STUBBORN)
+    pid = system.told(tmp_path / "told")
+    pids = {"guard": process.warden_pid, "keeper": system.parent(pid)}
+    for half in halves:
+        os.kill(pids[half], signal.SIGSTOP)
+    before = time.monotonic()
+    process.kill()
+    assert process.wait(5) == -signal.SIGKILL
+    assert time.monotonic() - before < 4.0
+    assert not [pid for pid in (pid, *pids.values()) if system.alive(pid)]
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped warden cannot be woken: what a tracer or a frozen control group does to it."""
+    send = signal.pidfd_send_signal
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda fd, number: number == signal.SIGCONT or send(fd, number))
+
+
+@pytest.mark.usefixtures("deaf")
+def test_a_warden_that_cannot_be_woken_is_killed_by_force(start: Start, system: System, tmp_path: Path) -> None:
+    process = start(STUBBORN)
+    pid = system.told(tmp_path / "told")
+    warden = [process.warden_pid, system.parent(pid)]
+    for stopped in warden:
+        os.kill(stopped, signal.SIGSTOP)
+    process.kill()
+    assert process.wait(0.2) is None
+    process.kill(force=True)
+    assert process.wait(2) == -signal.SIGKILL
+    system.eventually(lambda: not system.alive(pid))
+    os.kill(warden[1], signal.SIGCONT)
+    system.eventually(lambda: not system.alive(warden[1]))
+
+
+@pytest.mark.usefixtures("deaf")
+def test_end_is_bounded(start: Start, system: System, tmp_path: Path) -> None:
+    process = start(STUBBORN)
+    pid = system.told(tmp_path / "told")
+    keeper = system.parent(pid)
+    for stopped in (process.warden_pid, keeper):
+        os.kill(stopped, signal.SIGSTOP)
+    before = time.monotonic()
+    assert process.end(0.2) == -signal.SIGKILL
+    assert 0.2 <= time.monotonic() - before < 2.0
+    system.eventually(lambda: not system.alive(pid))
+    os.kill(keeper, signal.SIGCONT)
+
+
+def test_end_of_what_is_well(start: Start, system: System, tmp_path: Path) -> None:
+    process = start(STUBBORN)
+    pid = system.told(tmp_path / "told")
+    assert process.end(5) == process.end(5) == -signal.SIGKILL
+    assert not system.alive(pid)

@@ -180,7 +180,18 @@ def test_an_owner_that_is_gone_before_the_warden_looks(system: System, tmp_path:
     (tmp_path / "session").mkdir()
     not_our_parent = str(os.getppid())
     command = ["sh", "-c", f"touch {tmp_path}/started"]
-    argv = [sys.executable, "-I", "-S", warden, not_our_parent, str(reader), "0", tmp_path / "session", *command]
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        warden,
+        not_our_parent,
+        str(reader),
+        "0",
+        "mark",
+        tmp_path / "session",
+        *command,
+    ]
     assert subprocess.run(argv, pass_fds=[reader], timeout=5).returncode == 0
     os.close(reader)
     os.close(writer)
@@ -234,8 +245,9 @@ tell(os.getpid())
 signal.pause()
 """)
     engine = system.told(tmp_path / "told")
-    children = Path(f"/proc/{process.warden_pid}/task/{process.warden_pid}/children")
-    system.eventually(lambda: children.read_text().split() == [str(engine)])
+    keeper = system.parent(engine)
+    system.eventually(lambda: system.children_of(keeper) == [engine])
+    assert system.children_of(process.warden_pid) == [keeper]
 
 
 # --- signals ---
@@ -318,8 +330,13 @@ def test_the_environment_is_passed_unchanged(start: Start, system: System, tmp_p
     env = {"LC_ALL": "", "LANG": "C", "NAME": "a=b \u00e9"}
     process = start("tell(os.getpid()); signal.pause()", env)
     environ = Path(f"/proc/{system.told(tmp_path / 'told')}/environ").read_bytes().rstrip(b"\0").split(b"\0")
-    wanted = {**env, "OUTBOARD_REPORT_FD": str(process.report.fd)}
+    wanted = {**env, "OUTBOARD_REPORT_FD": str(process.report.fd), "OUTBOARD_ENGINE": process._mark}
     assert sorted(environ) == sorted(f"{name}={value}".encode() for name, value in wanted.items())
+
+
+def test_an_engine_under_another_one_carries_both_marks(start: Start, system: System, tmp_path: Path) -> None:
+    process = start("tell(os.environ['OUTBOARD_ENGINE'].split()); signal.pause()", {"OUTBOARD_ENGINE": "outer"})
+    assert system.told(tmp_path / "told") == ["outer", process._mark]
 
 
 def test_an_owner_with_no_stdio(owner: Start, tmp_path: Path) -> None:
@@ -420,7 +437,7 @@ def test_a_warden_that_cannot_list_its_children_searches_for_them() -> None:
     code = """
 import os, signal, sys
 sys.path.append(sys.argv[1])
-import warden
+import warden_tree as warden
 read = warden.read_file
 def read_file(path):
     if path.endswith("children"):
@@ -430,6 +447,6 @@ listed = [os.fork() or signal.pause()]
 assert warden.children() == listed
 warden.read_file = read_file
 assert warden.children() == listed
-assert warden.end_tree(listed[0]) == -signal.SIGKILL
+assert warden.end_tree(listed[0]) == {listed[0]: -signal.SIGKILL}
 """
     subprocess.run([sys.executable, "-I", "-S", "-c", code, directory], check=True, timeout=10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import secrets
 import select
 import signal
 import socket
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, overload
 
 from outboard.errors import EngineDeadError, signal_name
+from outboard.launch.marked import kill_marked
+from outboard.launch.oom import OomWatch
 from outboard.protocol.environment import REPORT_FD
 from outboard.protocol.messages import ErrorReport
 from outboard.protocol.report import ReportPage, above_stdio
@@ -38,12 +41,16 @@ class EngineProcess:
 
     Attributes:
         report: what the engine core leaves behind; readable until `close`.
-        warden_pid: process id of the warden, our child.
+        warden_pid: process id of the warden, our child: of its guard, which has the keeper as its child, which has the
+            engine core as its own (see warden.py).
     """
 
-    def __init__(self, warden_pid: int, pidfd: int, owner_fd: int, report: ReportPage) -> None:
+    def __init__(self, warden_pid: int, pidfd: int, owner_fd: int, report: ReportPage, mark: str) -> None:
         self.report = report
         self.warden_pid = warden_pid
+        self._mark = mark
+        self._oom = OomWatch()
+        self._oom_verdict = ""
         self._creator = os.getpid()
         self._lock = threading.Lock()  # guards the next two
         self._pidfd = pidfd
@@ -58,7 +65,7 @@ class EngineProcess:
         """Start an engine core under a warden. Returns at once.
 
         Args:
-            env: its whole environment; OUTBOARD_REPORT_FD is added.
+            env: its whole environment; OUTBOARD_REPORT_FD and OUTBOARD_ENGINE are added.
             session_dir: the warden removes it if this process is gone before the engine core is.
             argv: the program to run in place of `outboard.engine`.
 
@@ -72,8 +79,9 @@ class EngineProcess:
             undo.callback(os.close, ours)
             done.callback(os.close, theirs)
             numbers = map(str, (os.getpid(), theirs, report.fd))
+            mark = secrets.token_hex(8)
             warden = subprocess.Popen(
-                [sys.executable, "-I", "-S", _WARDEN, *numbers, session_dir.absolute(), *command],
+                [sys.executable, "-I", "-S", _WARDEN, *numbers, mark, session_dir.absolute(), *command],
                 env={**env, REPORT_FD: str(report.fd)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -84,7 +92,7 @@ class EngineProcess:
             undo.pop_all()
         # Reaping is ours, by pidfd: a `Popen` that still waited for it would warn when it is collected.
         warden.returncode = 0
-        return cls(warden.pid, pidfd, ours, report)
+        return cls(warden.pid, pidfd, ours, report, mark)
 
     # --- who it is ---
 
@@ -106,6 +114,7 @@ class EngineProcess:
     def identify(self, pid: int, pgid: int) -> None:
         """Note what the engine core says of itself in its HELLO."""
         self._identity = (pid, pgid)
+        self._oom.add(pid)
 
     # --- how it ends ---
 
@@ -132,23 +141,50 @@ class EngineProcess:
         """Ask the engine core for a clean stop, by SIGTERM through the warden."""
         self._signal_warden(signal.SIGTERM)
 
-    def kill(self) -> None:
-        """Have the warden kill the engine core and all its descendants. Does not wait."""
-        if not self._forked():
-            self.release()
-            self.poll()  # if the warden is gone, what it left is killed there
+    def kill(self, force: bool = False) -> None:
+        """Have the warden kill the engine core and all its descendants. Does not wait.
 
-    def stop(self, timeout: float) -> int:
-        """Ask for a clean stop, and kill what has not ended after `timeout` seconds. Returns the exit code.
+        A warden that somebody has stopped goes on, one that is stuck otherwise does not; then nothing happens.
 
-        Takes at most 12 s longer than `timeout`, even if the process hangs in a driver, say, where the system cannot
-        end it: the exit code is then that of the SIGKILL it will obey. Raises RuntimeError in a forked copy.
+        Args:
+            force: kill the warden as well, the engine's group, and what of its descendants can still be found. For a
+                warden that has not obeyed a plain `kill` for some seconds: `sentinel` then becomes readable at once.
         """
         if self._forked():
-            raise RuntimeError("this engine core belongs to the process that started it, not to a forked copy")
+            return
+        self.release()
+        self._signal_warden(signal.SIGCONT)
+        if force:
+            self._kill_family()
+            self._signal_warden(signal.SIGKILL)
+        self.poll()  # if the warden is gone, what it left is killed there
+
+    def end(self, timeout: float = _KILL_BOUND) -> int:
+        """Kill it all, wait until it is over, and return the exit code. Raises RuntimeError in a forked copy.
+
+        A warden that has not done so after `timeout` seconds is killed too. Takes at most 2 s longer than `timeout`,
+        even if a process hangs in a driver, say, where the system cannot end it: the exit code is then that of the
+        SIGKILL it will obey.
+        """
+        self._refuse_in_copy()
+        self.kill()
+        code = self.wait(timeout)
+        if code is None:
+            self.kill(force=True)
+            code = self.wait(_FORCE_BOUND)
+        with self._lock:
+            code = self._exit_code = -signal.SIGKILL if code is None else code
+        return code
+
+    def stop(self, timeout: float) -> int:
+        """Ask for a clean stop, and `end` what has not ended after `timeout` seconds. Returns the exit code.
+
+        Takes at most 12 s longer than `timeout`. Raises RuntimeError in a forked copy.
+        """
+        self._refuse_in_copy()
         self.terminate()
         code = self.wait(timeout)
-        return self._kill_and_wait() if code is None else code
+        return self.end(_KILL_BOUND) if code is None else code
 
     def close(self) -> None:
         """Release the descriptors. What has not ended is abandoned. Take `sentinel` off the event loop before."""
@@ -176,25 +212,18 @@ class EngineProcess:
     def _forked(self) -> bool:
         return os.getpid() != self._creator
 
+    def _refuse_in_copy(self) -> None:
+        if self._forked():
+            raise RuntimeError("this engine core belongs to the process that started it, not to a forked copy")
+
     def _may_release(self) -> bool:
         try:
             return self._right_to_release.pop()
         except IndexError:
             return False
 
-    def _kill_and_wait(self) -> int:
-        self.kill()
-        code = self.wait(_KILL_BOUND)
-        if code is None:
-            self._kill_group()  # the warden does not; stopped by someone, say
-            self._signal_warden(signal.SIGKILL)
-            code = self.wait(_FORCE_BOUND)
-        with self._lock:
-            code = self._exit_code = -signal.SIGKILL if code is None else code
-        return code
-
     def _finish(self) -> None:
-        self._kill_and_wait()
+        self.end(_KILL_BOUND)
         self._release()
 
     def _release(self) -> None:
@@ -227,17 +256,23 @@ class EngineProcess:
     def _reap(self) -> int:
         seen = self.report.read_exit_code()
         if seen is None and not self._forked():
-            # The warden was killed. PDEATHSIG took the engine; the rest of its group is left to us.
-            self._kill_group()
+            # The warden was killed. PDEATHSIG took the engine; the rest may be left to us.
+            self._kill_family()
         try:
             result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         except ChildProcessError:
             result = None  # a wait for any child came first, SIGCHLD is ignored, or this is a forked copy
         if result is None:
-            return -signal.SIGKILL if seen is None else seen
-        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            code = -signal.SIGKILL if seen is None else seen
+        else:
+            code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        if code == -signal.SIGKILL and self._owner_fds:  # it was not we who wanted it
+            self._oom_verdict = self._oom.verdict()
+        return code
 
-    def _kill_group(self) -> None:
+    def _kill_family(self) -> None:
+        """Kill what can be found of the engine core and its descendants with no help of the warden."""
+        kill_marked(self._mark)
         pgid = self.pgid
         if pgid is not None and pgid > 1 and pgid != os.getpgrp():
             try:
@@ -275,7 +310,7 @@ class EngineProcess:
         report = self.report.read_report() or ErrorReport("", "", "")
         known |= {f"remote_{name}": getattr(report, name) for name in ("type", "message", "traceback")}
         known |= facts
-        return cls(reason or _reason(known), **known)
+        return cls(reason or _reason(known, self._oom_verdict), **known)
 
 
 def describe_exit(exit_code: int | None) -> str:
@@ -286,9 +321,9 @@ def describe_exit(exit_code: int | None) -> str:
     return f"exit code {exit_code}" if name is None else f"killed by {name}"
 
 
-def _reason(facts: dict[str, Any]) -> str:
+def _reason(facts: dict[str, Any], verdict: str) -> str:
     pid = "" if facts["pid"] is None else f" (pid {facts['pid']})"
-    cause = describe_exit(facts["exit_code"])
+    cause = "; ".join(filter(None, [describe_exit(facts["exit_code"]), verdict]))
     if facts["remote_type"]:
         exit_ = "" if facts["exit_code"] is None else f" ({cause})"
         first_line = facts["remote_message"].partition("\n")[0]

@@ -203,7 +203,7 @@ class EngineRank:
         process = self.process
         assert process is not None  # there is no deadline without one
         if self._killed_by is not None:
-            process.stop(0)  # the warden does not obey: bounded, and by other means
+            process.end(0)  # the warden does not obey: bounded, and by other means
             self.exited(now)
         elif self._ready is None and self._handshake.failure is None and self.supervisor.restart_at is None:
             seconds = self._faults.startup_timeout

@@ -1,19 +1,30 @@
-"""The warden: a process between a front end (the owner) and one engine core, which must not outlive it.
+"""The warden: two processes between a front end (the owner) and one engine core, which must not outlive it.
 
-    python -I -S warden.py OWNER_PID OWNER_FD REPORT_FD SESSION_DIR COMMAND...
+    python -I -S warden.py OWNER_PID OWNER_FD REPORT_FD MARK SESSION_DIR COMMAND...
 
-It forks before all else; the child half becomes the engine core. The other half waits for one of three:
+    owner -> guard -> keeper -> engine core -> its children
+
+It forks before all else. The child half, the keeper, forks again and that child becomes the engine core. It waits for
+one of these:
 
 * the owner's pidfd: the owner is gone;
 * OWNER_FD: a byte, the owner wants an end; closed with no byte, the owner is gone. It alone would not do: a forked
   copy of the owner keeps it open;
-* the engine's pidfd: the engine has ended.
+* the engine's pidfd: the engine has ended;
+* the guard's pidfd: somebody has killed the guard.
 
 On each it kills whatever is left of the engine, and ends as the engine did: the same exit code, or the same signal. As
 a subreaper it inherits what the engine's children leave behind, so nothing escapes by a double fork or a session of
-its own. If the warden itself is killed, PDEATHSIG ends the engine.
+its own.
 
-It runs as a program of its own, with no site-packages: of Outboard it imports the file beside it, and little else.
+The parent half, the guard, does nothing but wait for the keeper, and ends as it does. It is a subreaper as well: if the
+keeper is killed, or stopped while an end is due, the guard inherits the engine (which PDEATHSIG has ended) and its
+children, and does the keeper's work. So either of them may be killed, together with the owner or not. If both are, the
+owner kills the engine's group, and what carries MARK in its environment (see `marked.py`). If all three are killed at
+once, only PDEATHSIG is left: the engine ends; children of its own would go on, and the session directory stays until
+the next front end starts (see `transport/session.py`).
+
+It runs as a program of its own, with no site-packages: of Outboard it imports the files beside it, and little else.
 """
 
 from __future__ import annotations
@@ -22,32 +33,35 @@ import ctypes
 import os
 import select
 import sys
-import time
 
 TYPE_CHECKING = False  # `typing` takes longer to import than all the rest; so does what `signal` adds to `_signal`
 if TYPE_CHECKING:
     import signal
     from typing import NoReturn
 
-    from outboard.launch.warden_output import EngineOutput, number, store
+    from outboard.launch.warden_output import EngineOutput, load, number, store
+    from outboard.launch.warden_tree import end_tree, read_file, remove_tree
 else:
     import _signal as signal
 
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - last, so that it hides nothing of the standard library
-    from warden_output import EngineOutput, number, store
+    from warden_output import EngineOutput, load, number, store
+    from warden_tree import end_tree, read_file, remove_tree
 
-STATUS_OFFSET = 8  # on the report page, behind the engine's pid: 1 once it has ended, its exit code
-KILL_BOUND = 30.0  # seconds for the killed to go; a process with much memory, or a GPU, needs some
+# On the report page: the engine's pid, 1 once it has ended, its exit code.
+PID_OFFSET, STATUS_OFFSET, CODE_OFFSET = 0, 8, 16
+KEEPER_GRACE = 2.0  # seconds for the keeper to end once the owner wants it or is gone; then the guard takes over
+
+MARK = b"OUTBOARD_ENGINE"  # in the engine's environment, and so in that of all its descendants
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
-def main(owner_pid: int, owner_fd: int, report_fd: int, session_dir: str, command: list[str]) -> NoReturn:
+def main(owner_pid: int, owner_fd: int, report_fd: int, mark: str, session_dir: str, command: list[str]) -> NoReturn:
     """Start the command, watch over it, end as it did."""
     fill_stdio()
     # Until the handlers are there signals wait; a SIGTERM that came in between would be lost on the engine.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         owner_pidfd = os.pidfd_open(owner_pid)
     except ProcessLookupError:
@@ -57,30 +71,85 @@ def main(owner_pid: int, owner_fd: int, report_fd: int, session_dir: str, comman
         remove_tree(session_dir)
         os._exit(0)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # an inherited "ignore" would hide how the engine ended
-    engine, source = start_engine(command, owner_fd)
+    guard_pidfd = os.pidfd_open(os.getpid())
+    keeper = os.fork()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # the child does not inherit it
+    if keeper == 0:
+        os.setsid()  # who kills the guard's group does not mean the keeper
+        keep(owner_pidfd, owner_fd, report_fd, mark, session_dir, command, guard_pidfd)
+    guard(owner_pidfd, owner_fd, report_fd, session_dir, keeper)
+
+
+def keep(
+    owner_pidfd: int,
+    owner_fd: int,
+    report_fd: int,
+    mark: str,
+    session_dir: str,
+    command: list[str],
+    guard_pidfd: int,
+) -> NoReturn:
+    """The keeper: the engine's parent."""
+    engine, source = start_engine(command, owner_fd, mark)
     engine_pidfd = os.pidfd_open(engine)
-    store(report_fd, number(engine), 0)
+    store(report_fd, number(engine), PID_OFFSET)
     output = EngineOutput(source, report_fd)
 
     wake_fd = set_handlers(engine, engine_pidfd)
-    watch(output, wake_fd, (owner_pidfd, owner_fd, engine_pidfd))
+    watch((owner_pidfd, owner_fd, engine_pidfd, guard_pidfd), wake_fd, output)
 
-    code = end_tree(engine)
-    if owner_gone(owner_pidfd, owner_fd):
-        remove_tree(session_dir)
+    code = end_tree(engine).get(engine, -signal.SIGKILL)
     output.finish()
     store(report_fd, number(1) + number(code), STATUS_OFFSET)
+    if ready([guard_pidfd], 0):
+        keep_files(owner_pidfd, owner_fd, session_dir)
+    elif owner_gone(owner_pidfd, owner_fd):
+        remove_tree(session_dir)
+        send(guard_pidfd, signal.SIGKILL)  # all is done; if somebody has stopped it, it would stay
     exit_like(code)
 
 
-def start_engine(command: list[str], owner_fd: int) -> tuple[int, int]:
+def guard(owner_pidfd: int, owner_fd: int, report_fd: int, session_dir: str, keeper: int) -> NoReturn:
+    """The guard: the keeper's parent, and its stand-in."""
+    keeper_pidfd = os.pidfd_open(keeper)
+    wake_fd = set_handlers(keeper, keeper_pidfd)
+    watch((owner_pidfd, owner_fd, keeper_pidfd), wake_fd)
+
+    ended = ready([keeper_pidfd], KEEPER_GRACE)
+    engine, over, code = (load(report_fd, offset) for offset in (PID_OFFSET, STATUS_OFFSET, CODE_OFFSET))
+    if ended and over == 1:
+        os.waitpid(keeper, 0)
+    else:
+        codes = end_tree(engine)
+        code = codes.get(engine, codes.get(keeper, -signal.SIGKILL))
+        store(report_fd, number(1) + number(code), STATUS_OFFSET)
+        if os.fork() == 0:
+            keep_files(owner_pidfd, owner_fd, session_dir)
+            os._exit(0)
+    if ready([owner_pidfd], 0):
+        remove_tree(session_dir)
+    exit_like(code)
+
+
+def keep_files(owner_pidfd: int, owner_fd: int, session_dir: str) -> None:
+    """Wait until the owner lets go of the engine core, and remove the directory if that is because it is gone.
+
+    For a half whose other half was killed: who does that often means the owner as well, and an owner takes a moment to
+    end. The owner does not wait for this.
+    """
+    ready([owner_pidfd, owner_fd], None)
+    if owner_gone(owner_pidfd, owner_fd):
+        remove_tree(session_dir)
+
+
+def start_engine(command: list[str], owner_fd: int, mark: str) -> tuple[int, int]:
     """Fork, and make the child the engine. Returns its pid and the reading end of its stdout and stderr."""
     source, sink = os.pipe()
-    warden = os.getpid()
+    keeper = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
-            become_engine(command, owner_fd, sink, warden)
+            become_engine(command, owner_fd, sink, keeper, mark)
         except BaseException as error:
             os.write(2, f"outboard: cannot run {command[0]}: {error}\n".encode(errors="replace"))
         finally:
@@ -93,22 +162,25 @@ def start_engine(command: list[str], owner_fd: int) -> tuple[int, int]:
     return pid, source
 
 
-def become_engine(command: list[str], owner_fd: int, sink: int, warden: int) -> NoReturn:
+def become_engine(command: list[str], owner_fd: int, sink: int, keeper: int, mark: str) -> NoReturn:
     os.dup2(sink, 1)  # a library that prints must not write into the owner's stdout
     os.dup2(sink, 2)
     os.setpgid(0, 0)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != warden:
+    if os.getppid() != keeper:
         os._exit(1)
     os.close(owner_fd)  # inheritable, as the report page is; all the rest closes by itself
     for number_ in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number_, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.execvpe(command[0], command, original_environment())
+    environment = original_environment()
+    # An engine may be a descendant of another one; then it carries the marks of both.
+    environment[MARK] = b" ".join(filter(None, [environment.get(MARK), mark.encode()]))
+    os.execvpe(command[0], command, environment)
 
 
-def set_handlers(engine: int, engine_pidfd: int) -> int:
-    """SIGTERM goes on to the engine; adopted processes that end are reaped; what a terminal sends is ignored.
+def set_handlers(child: int, child_pidfd: int) -> int:
+    """SIGTERM goes on to the child; adopted processes that end are reaped; what a terminal sends is ignored.
 
     Returns a descriptor to poll. A signal that comes just before the poll does not interrupt it, and Python runs the
     handler only afterwards: the descriptor ends the poll.
@@ -118,15 +190,12 @@ def set_handlers(engine: int, engine_pidfd: int) -> int:
     signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
 
     def forward(*_: object) -> None:
-        try:
-            signal.pidfd_send_signal(engine_pidfd, signal.SIGTERM)
-        except ProcessLookupError:
-            pass
+        send(child_pidfd, signal.SIGTERM)
 
     def reap(*_: object) -> None:
         try:
             while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if info.si_pid == engine:  # stays a zombie until its group has been killed by its number
+                if info.si_pid == child:  # stays a zombie until its group has been killed by its number
                     return
                 os.waitpid(info.si_pid, 0)
         except ChildProcessError:
@@ -140,90 +209,46 @@ def set_handlers(engine: int, engine_pidfd: int) -> int:
     return wake_fd
 
 
-def watch(output: EngineOutput, wake_fd: int, ends: tuple[int, ...]) -> None:
-    """Pass the engine's output on until one of these descriptors says that it is over."""
+def watch(ends: tuple[int, ...], wake_fd: int, output: EngineOutput | None = None) -> None:
+    """Wait until one of these descriptors says that it is over; meanwhile pass the engine's output on."""
     poller = select.poll()
-    for fd in (*ends, output.source, wake_fd):
+    for fd in (*ends, wake_fd):
         poller.register(fd, select.POLLIN)
+    if output is not None:
+        poller.register(output.source, select.POLLIN)
     while True:
-        ready = {fd for fd, _ in poller.poll(output.timeout())}
-        if output.source in ready:
-            output.read()
-            if not output.open:
-                poller.unregister(output.source)
-        if wake_fd in ready:
+        found = {fd for fd, _ in poller.poll(None if output is None else output.timeout())}
+        if output is not None:
+            if output.source in found:
+                output.read()
+                if not output.open:
+                    poller.unregister(output.source)
+            output.flush()
+        if wake_fd in found:
             os.read(wake_fd, 4096)
-        output.flush()
-        if not ready.isdisjoint(ends):
+        if not found.isdisjoint(ends):
             return
 
 
-def end_tree(engine: int) -> int:
-    """Kill the engine's group, then whatever is adopted, until no child is left. Returns the engine's exit code."""
-    code = -signal.SIGKILL
-    deadline = time.monotonic() + KILL_BOUND
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+def ready(fds: list[int], seconds: float | None) -> set[int]:
+    """Those of the descriptors that are readable, or the first that become so within this time."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return {fd for fd, _ in poller.poll(None if seconds is None else seconds * 1000)}
+
+
+def send(pidfd: int, number_: int) -> None:
     try:
-        os.killpg(engine, signal.SIGKILL)
-    except OSError:
+        signal.pidfd_send_signal(pidfd, number_)
+    except ProcessLookupError:
         pass
-    try:
-        while time.monotonic() < deadline:
-            for pid in children():
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except OSError:  # it runs as someone else
-                    pass
-            while (found := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-                if found[0] == engine:
-                    code = os.waitstatus_to_exitcode(found[1])
-            # The killed leave their own children to us, so each death is a reason to look again.
-            signal.sigtimedwait({signal.SIGCHLD}, 0.02)
-    except ChildProcessError:
-        pass
-    return code
-
-
-def children() -> list[int]:
-    me = os.getpid()
-    try:
-        return [int(pid) for pid in read_file(f"/proc/self/task/{me}/children").split()]
-    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [int(pid) for pid in list_dir("/proc") if pid.isdigit() and parent_of(pid) == me]
-
-
-def parent_of(pid: str) -> int:
-    try:
-        return int(read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()[1])
-    except OSError:
-        return -1
 
 
 def owner_gone(owner_pidfd: int, owner_fd: int) -> bool:
     """Whether the owner has ended, as against asked for an end."""
-    poller = select.poll()
-    for fd in (owner_pidfd, owner_fd):
-        poller.register(fd, select.POLLIN)
-    ready = {fd for fd, _ in poller.poll(0)}
-    return owner_pidfd in ready or (owner_fd in ready and not os.read(owner_fd, 1))
-
-
-def remove_tree(path: str, parent: int | None = None) -> None:
-    """Remove a directory with what is in it. Follows no link; several wardens may do the same at once."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-    except OSError:
-        return
-    for name in list_dir(fd):
-        try:
-            os.unlink(name, dir_fd=fd)
-        except OSError:
-            remove_tree(name, fd)
-    os.close(fd)
-    try:
-        os.rmdir(path, dir_fd=parent)
-    except OSError:
-        pass
+    found = ready([owner_pidfd, owner_fd], 0)
+    return owner_pidfd in found or (owner_fd in found and not os.read(owner_fd, 1))
 
 
 def exit_like(code: int) -> NoReturn:
@@ -255,18 +280,9 @@ def fill_stdio() -> None:
     os.close(fd)
 
 
-def list_dir(path: str | int) -> list[str]:
-    return os.listdir(path)  # noqa: PTH208 - pathlib takes as long to import as Python to start
-
-
-def read_file(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123
-        return file.read()
-
-
 def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5], sys.argv[6:])

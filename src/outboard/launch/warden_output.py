@@ -147,6 +147,11 @@ def store(fd: int, data: bytes, offset: int) -> None:
         pass
 
 
+def load(fd: int, offset: int) -> int:
+    """A number of the report page."""
+    return int.from_bytes(os.pread(fd, NUMBER, offset), "little", signed=True)
+
+
 def number(value: int) -> bytes:
     return value.to_bytes(NUMBER, "little", signed=True)
 

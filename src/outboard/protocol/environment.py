@@ -1,4 +1,4 @@
-"""What an engine-core process finds in its environment: where to connect, and the secret to show there."""
+"""What an engine-core process finds in its environment: where to connect, the secret to show there, and its mark."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import MutableMapping
 
 import msgspec
 
-__all__ = ["REPORT_FD", "ChildEnvironment"]
+__all__ = ["ENGINE_MARK", "REPORT_FD", "ChildEnvironment"]
 
 _PREFIX = "OUTBOARD_"
 REPORT_FD = _PREFIX + "REPORT_FD"
+# A random name, no secret. It stays in the environment, so that the engine's descendants have it too: by it they are
+# found where their warden was killed. Several, with spaces between, where one engine core runs under another.
+ENGINE_MARK = _PREFIX + "ENGINE"
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
