@@ -360,7 +360,7 @@ def test_only_outputs_and_stats_reach_get_output_async(run: Run) -> None:
         assert all(message.handles or message.scheduler_stats for message in messages)
         assert any(message.scheduler_stats and message.scheduler_stats.running == 1 for message in messages)
 
-    on_client(run, with_requests)
+    on_client(run, with_requests, options={"step_ms": 20.0})
 
 
 def test_a_message_names_requests_that_finish_behind_it(run: Run) -> None:

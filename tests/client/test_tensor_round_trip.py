@@ -329,10 +329,10 @@ def test_views_outlive_the_engine_core_and_the_client(run: Run) -> None:
 
     async def body(client: AsyncMPClient) -> None:
         kept.append((await client.call_utility_async("echo", np.full(MIB, 9, np.uint8)))[0][0])
+        memory = client._membership.links[0]._memory
         psutil.Process(client.core_engines[0].pid).kill()
         with pytest.raises(EngineDeadError):
             await client.call_utility_async("never")
-        memory = client._membership.links[0]._memory
         assert memory.pool is not None and memory.pool.lease(1) is None  # the epoch is over
 
     on_client(run, body)

@@ -155,11 +155,13 @@ class InputThread(threading.Thread):
         put, receive, decode = self._inbox.put, receiver.receive, incoming.decode
 
         def read() -> bool:
+            frames = receive()
             for _ in range(_MAX_MESSAGES):
-                frames = receive()
                 if frames is None:
                     return False
-                put((epoch, decode(frames)))
-            return True
+                # The next is looked for before the last is handed over: from then on the busy loop waits for the GIL.
+                this, frames = frames, receive()
+                put((epoch, decode(this)))
+            return frames is not None
 
         return read

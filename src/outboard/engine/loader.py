@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import threading
 import typing
 from pathlib import Path, PurePath
 from types import ModuleType
@@ -53,6 +54,9 @@ def engine_reference(engine: type[Any]) -> str:
     if path is not None and Path(path).is_file():  # it is "<stdin>" where the script comes from there
         return f"{Path(path).resolve()}:{engine.__qualname__}"
     raise EngineNotFoundError(f"{engine.__qualname__} has no file to import it from: define it in a module or a script")
+
+
+_loading = threading.RLock()
 
 
 def load_engine_class(reference: str) -> type[EngineCore]:
@@ -98,6 +102,11 @@ def _load_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise EngineNotFoundError(f"no file {path} to load an engine from")
+    with _loading:  # another thread must not find it half executed
+        return _load_once(path)
+
+
+def _load_once(path: Path) -> ModuleType:
     name = f"{_FILE_MODULE}{path.stem}"
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
         return sys.modules[name]
