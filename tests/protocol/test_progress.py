@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -110,29 +111,26 @@ def test_the_writer_s_order(page: ProgressPage) -> None:
     assert order == [2, 3]
 
 
-def _write_and_wait(connection: Any) -> None:
-    page = ProgressPage()
-    page.stepped()
-    page.took(3)
-    connection.send(page.fd)
-    connection.recv()
+WRITER = """
+from outboard.protocol.progress import ProgressPage
+page = ProgressPage()
+page.stepped()
+page.took(3)
+print(page.fd, flush=True)
+input()
+"""
 
 
 def test_a_page_of_another_process_outlives_it() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_write_and_wait, args=(theirs,))
-    process.start()
-    assert ours.poll(20)
-    assert process.pid is not None
-    reader = ProgressReader(process.pid, ours.recv(), 3)
-    process.kill()
-    process.join()
+    with subprocess.Popen([sys.executable, "-c", WRITER], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        reader = ProgressReader(process.pid, int(process.stdout.readline()), 3)
+        process.kill()
     progress = reader.read()
     assert (progress.steps, progress.taken) == (1, 1)
     assert isinstance(progress, Progress)
     reader.close()
     reader.close()
-    process.close()
 
 
 def test_what_is_no_page() -> None:

@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("docs")
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", DOC.read_text(), re.DOTALL)
     assert len(blocks) == DOC.read_text().count("```python")
-    assert len({name for name, _ in blocks}) == len(blocks) == 9
+    assert len({name for name, _ in blocks}) == len(blocks) == 11
     for name, code in blocks:
         (path / name).write_text(code)
     return path
@@ -53,7 +53,7 @@ def test_the_last_engines_keep_the_contract(folder: Path) -> None:
     assert " failed" not in pytest_in(folder, "test_engines.py")
 
 
-@pytest.mark.parametrize("module", ["batching", "texts", "calls"])
+@pytest.mark.parametrize("module", ["batching", "texts", "calls", "long_steps"])
 def test_each_step_keeps_the_contract(folder: Path, module: str) -> None:
     test = folder / f"test_step_{module}.py"
     test.write_text((folder / "test_reverse.py").read_text().replace("from reverse", f"from {module}"))
@@ -85,3 +85,21 @@ asyncio.run(main())
     outboard = [str(Path(sys.executable).parent / "outboard"), "generate", "live", "--engine", "texts.py:Reverse"]
     result = subprocess.run(outboard, cwd=folder, capture_output=True, text=True, timeout=50, check=True)
     assert result.stdout.strip() == "evil"
+
+
+def test_a_request_is_resumed(folder: Path) -> None:
+    script = folder / "resume.py"
+    script.write_text(
+        """
+from outboard import EngineCoreRequest
+from outboard.testing import EngineHarness
+from resuming import Countdown
+
+harness = EngineHarness(Countdown())
+harness.add([5], request_id="whole")
+harness.add_request(EngineCoreRequest(request_id="resumed", prompt_token_ids=[5, 5, 4], num_output_tokens=2))
+harness.run_until_idle()
+print(harness["whole"].tokens, harness["resumed"].tokens)
+"""
+    )
+    assert run(folder, "resume.py") == "[5, 4, 3, 2, 1, 0] [3, 2, 1, 0]\n"

@@ -152,16 +152,16 @@ class InputThread(threading.Thread):
     # --- what clients send ---
 
     def _reader(self, epoch: int, receiver: InputReceiver, incoming: Incoming) -> Callable[[], bool]:
-        put, receive, decode = self._inbox.put, receiver.receive, incoming.decode
+        put, receive, pending, decode = self._inbox.put, receiver.receive, receiver.pending, incoming.decode
 
         def read() -> bool:
-            frames = receive()
             for _ in range(_MAX_MESSAGES):
+                frames = receive()
                 if frames is None:
                     return False
-                # The next is looked for before the last is handed over: from then on the busy loop waits for the GIL.
-                this, frames = frames, receive()
-                put((epoch, decode(this)))
-            return frames is not None
+                put((epoch, decode(frames)))
+                if not pending():
+                    return False
+            return True
 
         return read

@@ -77,6 +77,7 @@ class BusyLoop:
         engine.progress = page.sign  # type: ignore[method-assign]
         self._state = _State.RUNNING
         self._idle = True
+        self._retry_after: float | None = None  # while some client takes nothing
         self._stats = SchedulerStats()  # the engine's own may change in its hands
         self._stats_due = 0.0
         self._stop_by = 0.0
@@ -123,13 +124,17 @@ class BusyLoop:
             controls.after_step()
         if not busy or self._batch.ended or now >= self._stats_due:
             self._report_stats(now, busy)
+        retry_after = None
         for client in self._clients.values():
-            client.outgoing.flush(now)
+            if not client.outgoing.flush(now):
+                wait = client.outgoing.retry_after
+                retry_after = wait if retry_after is None else min(wait, retry_after)
+        self._retry_after = retry_after
         self._idle = not busy
         if busy:
             return
         page.alive(FROZEN if controls.frozen else IDLE)
-        if self._state is _State.STOPPING and (now > self._stop_by or not self._backlog()):
+        if self._state is _State.STOPPING and (now > self._stop_by or retry_after is None):
             self._state = _State.STOPPED
 
     def report_death(self, report: ErrorReport) -> None:
@@ -147,11 +152,10 @@ class BusyLoop:
 
     def _wait(self, timeout: float | None) -> None:
         """Takes what comes, or returns when it is time to try again to send."""
-        waits = [client.outgoing.retry_after for client in self._backlog()]
-        if timeout is not None:
-            waits.append(timeout)
+        if self._retry_after is not None:
+            timeout = self._retry_after if timeout is None else min(timeout, self._retry_after)
         try:
-            event = self._inbox.get(timeout=min(waits, default=None))
+            event = self._inbox.get(timeout=timeout)
         except Empty:
             event = None
         self._page.alive()  # whatever comes now may take long
@@ -166,9 +170,6 @@ class BusyLoop:
             if inbox.empty():
                 return
             event = inbox.get_nowait()
-
-    def _backlog(self) -> list[Client]:
-        return [client for client in self._clients.values() if client.outgoing.backlog]
 
     def _on_message(self, message: tuple[int, Any]) -> None:
         epoch, item = message

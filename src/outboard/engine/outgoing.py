@@ -65,7 +65,7 @@ class Outgoing:
         rank, epoch: stamped on every message.
 
     Attributes:
-        retry_after: seconds after which to call `flush` again, while there is a backlog.
+        retry_after: seconds after which to call `flush` again, where it did not send all.
     """
 
     def __init__(
@@ -91,11 +91,6 @@ class Outgoing:
         self._refused = False  # whether the port took no more when last asked
         self.retry_after = _FIRST_RETRY
 
-    @property
-    def backlog(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._columns.handles or self._answers or self._stats)
-
     def answer(self, answer: UtilityOutput) -> None:
         """Adds the answer to a utility call; it leaves behind all outputs so far."""
         self._answers.append(answer)
@@ -108,8 +103,8 @@ class Outgoing:
         """Sends ENGINE_CORE_DEAD, if the port takes it."""
         self._port.send(self._port.encode(EngineCoreDead(self._rank, self._epoch, report)))
 
-    def flush(self, now: float) -> None:
-        """Sends what there is, as far as the port takes it.
+    def flush(self, now: float) -> bool:
+        """Sends what there is, as far as the port takes it; whether nothing is left.
 
         Args:
             now: `time.monotonic()`.
@@ -120,7 +115,7 @@ class Outgoing:
             if (self._refused and not self._port.writable()) or not self._port.send(self._encode(now)):
                 self.retry_after = min(self.retry_after * 2, _LAST_RETRY) if self._refused else _FIRST_RETRY
                 self._refused = True
-                return
+                return False
             self._refused = False
             self._sequence += 1
             if self._stats is not None:
@@ -130,6 +125,7 @@ class Outgoing:
                 columns.clear()
             elif self._answers:
                 self._answers.popleft()
+        return True
 
     def _encode(self, now: float, repaired: bool = False) -> Frames:
         """The next message: columns if there are any, else an answer, else the load alone."""

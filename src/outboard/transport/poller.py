@@ -1,8 +1,8 @@
 """Reads many sockets in one thread, through their file descriptors.
 
-That takes one system call a wake-up, however many sockets there are; zmq_poll takes two, and looks at each socket.
-`ZMQ_FD` is edge-triggered: it becomes readable when something changes, not while messages are there. So a socket is
-read until ZMQ_EVENTS says that nothing is left, and where that is cut short, it is read again before the next wait.
+That takes one system call a wake-up, however many sockets there are; zmq_poll looks at each of them twice. `ZMQ_FD` is
+edge-triggered: it becomes readable when something changes, not while messages are there. So a socket is read until
+ZMQ_EVENTS says that nothing is left, and where that is cut short, it is read again before the next wait.
 """
 
 from __future__ import annotations

@@ -162,14 +162,19 @@ class InputReceiver:
         Raises:
             ContextTerminated: it is time to close.
         """
-        if not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
-            return None
         frames: list[Buffer] = []
-        while True:  # `recv_multipart` would ask the socket for what each frame knows: whether there are more
-            frame = SocketBase.recv(self._socket, _NOBLOCK, copy=False)
-            frames.append(frame.buffer)
-            if not frame.more:
-                return frames
+        try:
+            while True:  # `recv_multipart` would ask the socket for what each frame knows: whether there are more
+                frame = SocketBase.recv(self._socket, _NOBLOCK, copy=False)
+                frames.append(frame.buffer)
+                if not frame.more:
+                    return frames
+        except zmq.Again:
+            return None
+
+    def pending(self) -> bool:
+        """Whether there is another; cheaper than to try to receive it in vain."""
+        return bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
 
     def close(self) -> None:
         self._socket.close(linger=0)
