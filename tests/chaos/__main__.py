@@ -142,7 +142,9 @@ def _ask(worker: subprocess.Popen[str], seed: int) -> tuple[Report, bool]:
 
 def _tell_of(report: Report) -> None:
     faults = ", ".join(report.struck)
-    print(f"{report.seed:5} {report.seconds:5.1f} s  {'FAILED' if report.violations else 'ok    '}  {faults}", flush=True)
+    print(
+        f"{report.seed:5} {report.seconds:5.1f} s  {'FAILED' if report.violations else 'ok    '}  {faults}", flush=True
+    )
     for violation in report.violations:
         print(f"      {violation.sort}: {violation.text}", flush=True)
     if report.stderr:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -63,7 +64,7 @@ class Striker:
             if not self._side.gone:
                 self._ledger.violate("hung", f"not ready before {strike.kind!r}, but {self._side.state}")
             return
-        name = "_" + strike.kind.replace(",", "").replace(" ", "_").lower()
+        name = "_" + re.sub(r"[ -]", "_", strike.kind.replace(",", "")).lower()
         ledger = self._ledger
         ledger.deaths += self._plan.deaths_of(strike.kind)
         act: Callable[[dict[str, Any]], Awaitable[None]] = getattr(self, name)
@@ -268,8 +269,10 @@ class Striker:
     async def _pause(self, mode: str, seconds: float) -> None:
         paused = asyncio.create_task(self._side.call("pause_generation", mode))
         await asyncio.wait([paused], timeout=seconds)
-        await self._side.call("resume_generation")
-        await paused
+        try:
+            await self._side.call("resume_generation")
+        finally:
+            await paused  # which a resumption answers, as a death does
 
     async def _cancel_a_start(self, params: dict[str, Any]) -> None:
         launch = asyncio.create_task(AsyncMPClient.launch("echo"))
@@ -367,7 +370,10 @@ def _send_junk(kind: int, path: Path, random: Random) -> None:
         encode(EngineCoreOutputs(0, epoch, 0, 0.0, [0], [1], finished=[(0, "stop", None)])),
         encode(EngineCoreOutputs(0, epoch, 3, 0.0, utility_output=UtilityOutput(0, "forged"))),
         encode(EngineCoreDead(0, epoch, ErrorReport("Forged", "dead", ""))),
-        *(encode([name, 0, 0, "x"]) for name in ("join", "attach", "killengine", "reportstall", "leave", "acknowledge")),
+        *(
+            encode([name, 0, 0, "x"])
+            for name in ("join", "attach", "killengine", "reportstall", "leave", "acknowledge")
+        ),
     ]
     with zmq.Context() as context, context.socket(kind) as stranger:
         stranger.linger = 1000

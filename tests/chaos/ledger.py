@@ -113,6 +113,7 @@ class Ledger:
             were so many that a reader may have been too slow.
         reading_cancelled, group_gone, loop_closed: ends of their own.
         states: those of the engine core, in order, as the client was told.
+        died: the incarnations that did.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -132,10 +133,13 @@ class Ledger:
         self.requests: list[Request] = []
         self.calls: list[Call] = []
         self.states: list[tuple[int, EngineState]] = []
+        self.died: set[int] = set()
         self.violations: list[Violation] = []
 
     def on_status(self, status: EngineStatus) -> None:
         self.states.append((status.incarnation, status.state))
+        if status.death is not None and status.state in (EngineState.RESTARTING, EngineState.DEAD):
+            self.died.add(status.death.incarnation)
 
     def violate(self, sort: str, text: str) -> None:
         self.violations.append(Violation(sort, text))
@@ -182,10 +186,8 @@ class Ledger:
         return self.violations
 
     def _judge_deaths(self) -> None:
-        dead = {incarnation for incarnation, state in self.states if state is EngineState.RESTARTING}
-        dead |= {-1 for _, state in self.states if state is EngineState.DEAD}
-        if len(dead) > self.deaths:
-            self.violate("ending", f"{len(dead)} engine cores died, and at most {self.deaths} had reason to")
+        if len(self.died) > self.deaths:
+            self.violate("ending", f"{len(self.died)} engine cores died, and at most {self.deaths} had reason to")
 
     def _judge_request(self, request: Request) -> list[Violation]:
         found: list[Violation] = []
@@ -232,7 +234,7 @@ class Ledger:
         style, raised = request.plan.style, request.raised
         if raised is not None:
             return self._judge_raised(request, raised)
-        if style in _PARTIAL and request.gave_up:
+        if request.gave_up and (style in _PARTIAL or self.plan.side != "llm"):
             return ""
         if not request.completions:
             return "" if style == "never read" else "it ended with nothing at all"
@@ -243,8 +245,6 @@ class Ledger:
             if reason == "abort" and (request.gave_up or self.aborted or self.drained or self.group_gone):
                 continue
             if reason == "error" and (self.garbage or style == "refused there" or self._fits_client(one)):
-                continue
-            if reason is None and self.plan.side != "llm" and request.gave_up:
                 continue
             return f"completion {index} ended with {reason!r} {one.error or ''} after {len(one.tokens)} tokens"
         if style in ("refused", "duplicate"):

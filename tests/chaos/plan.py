@@ -160,7 +160,7 @@ class Plan:
 
     def deaths_of(self, kind: str) -> int:
         """How many engine cores a strike of this kind may end."""
-        if kind in ("stop for too long", "hang in a step for too long"):
+        if kind in ("stop for too long", "hang in a step for too long", "hang in a utility"):
             return int(self.config.faults.stall_action == "restart")
         return STRIKES[kind].deaths
 

@@ -65,7 +65,7 @@ def run_plan(plan: Plan) -> Report:
         _Schedule(ledger, script).run()
         violations = ledger.judge()
         requests, calls = len(ledger.requests), len(ledger.calls)
-        deaths = len({incarnation for incarnation, _ in ledger.states})
+        deaths = len(ledger.died)
         struck = dict(ledger.struck)
         expected = _expected_errors(ledger), ledger.tracebacks or plan.end == "die in shutdown" or ledger.garbage
         del ledger  # it holds arrays, which hold shared memory
@@ -129,8 +129,12 @@ class _Schedule:
         self._side = side = {"llm": LLMSide, "mp": AsyncMPSide, "sync": SyncMPSide}[plan.side](ledger, self._group)
         await side.start()
         over = asyncio.Event()
-        traffic = [asyncio.create_task(self._work(index, over), name=f"worker {index}") for index in range(plan.workers)]
-        traffic += [asyncio.create_task(self._call(index, over), name=f"caller {index}") for index in range(plan.callers)]
+        traffic = [
+            asyncio.create_task(self._work(index, over), name=f"worker {index}") for index in range(plan.workers)
+        ]
+        traffic += [
+            asyncio.create_task(self._call(index, over), name=f"caller {index}") for index in range(plan.callers)
+        ]
         striker = Striker(side, self._group, self._script)
         for strike in plan.strikes:
             task = asyncio.create_task(striker.strike(strike), name=f"strike {strike.kind}")

@@ -64,7 +64,7 @@ class Side(ABC):
         try:
             await self.read(request)
         except BaseException as error:
-            request.raised = error.with_traceback(None)
+            request.raised = _bare(error)
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
@@ -77,7 +77,7 @@ class Side(ABC):
         try:
             call.result = await self._make_call(plan)
         except BaseException as error:
-            call.raised = error.with_traceback(None)
+            call.raised = _bare(error)
             if isinstance(error, asyncio.CancelledError) and plan.kind != "cancelled":
                 raise
         finally:
@@ -89,7 +89,7 @@ class Side(ABC):
             case "quick":
                 return (await self.call("get_stats"))["requests"]
             case "everybody":
-                return (await self.call("collective_rpc", "get_stats", None, [], None))[0]
+                return (await self.call("collective_rpc", "is_sleeping", None, [], None))[0]
             case "unknown":
                 return await self.call("no_such_method")
             case "unsendable":
@@ -139,6 +139,12 @@ class Side(ABC):
     @property
     def engine(self) -> psutil.Process:
         return psutil.Process(self.client.core_engines[0].pid)
+
+
+def _bare(error: BaseException) -> BaseException:
+    """Without what would keep the client alive."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def params_of(request: Request, n: int = 1, stop: str | None = None) -> SamplingParams:

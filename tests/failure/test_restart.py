@@ -156,10 +156,9 @@ def test_a_resumed_stream_is_whole_and_says_so(run: Run) -> None:
             async for output in llm.generate([1], tokens(400)):
                 got += output.outputs[0].token_ids
                 assert output.metrics is not None
-                if len(got) > 100 and not resumed:
-                    if llm.client.core_engines[0].incarnation == 0:
-                        kill(llm)
-                        await llm.wait_for_state(EngineState.RESTARTING)
+                if len(got) > 100 and not resumed and llm.client.core_engines[0].incarnation == 0:
+                    kill(llm)
+                    await llm.wait_for_state(EngineState.RESTARTING)
                 resumed = output.metrics.resumed_at
             assert got == ALPHABET[:400]
             assert len(resumed) == 1 and 100 < resumed[0] < 400

@@ -238,10 +238,10 @@ class MPClient(EngineCoreClient):
         return list(self._membership.statuses.values())
 
     def subscribe(self, on_status: OnStatus) -> Callable[[], None]:
-        """Calls `on_status(status)` with every change of an engine core's state; call the result to end that.
+        """Calls `on_status(status)` with every change of an engine core's state, and once more when the client ends.
 
-        It is called where messages are received: on the event loop, or in the blocking client's thread. It must not
-        raise.
+        Call the result to end that. It is called where messages are received: on the event loop, or in the blocking
+        client's thread. It must not raise.
         """
         return self._membership.subscribe(on_status)
 

@@ -44,7 +44,7 @@ class InFlight:
             self.request,
             prompt_token_ids=array("i", [*self.request.prompt_token_ids, *tokens]),
             sampling_params=params,
-            num_output_tokens=len(tokens),
+            num_output_tokens=self.request.num_output_tokens + len(tokens),
         )
 
 
@@ -112,6 +112,11 @@ class Journal:
     def waits(self, handle: int) -> None:
         """This request was entered, but not sent."""
         self._requests[handle].sent = False
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for an engine core."""
+        return sum(not one.sent for one in self._requests.values())
 
     def waiting(self) -> list[tuple[int, InFlight]]:
         """The requests that wait for an engine core, with their handles, in order of arrival."""

@@ -200,7 +200,10 @@ class Membership:
     # --- what the client asks for ---
 
     def subscribe(self, on_status: OnStatus) -> Callable[[], None]:
-        """Calls `on_status` with every change of an engine core's state; call the result to end that."""
+        """Calls `on_status` with every change of an engine core's state, and once more when the client ends.
+
+        Call the result to end that.
+        """
         self._subscribers.append(on_status)
         return lambda: self._subscribers.remove(on_status) if on_status in self._subscribers else None
 
@@ -239,6 +242,8 @@ class Membership:
                 raise _stalled(status)
             if status.state is EngineState.RESTARTING:
                 raise self._restarting(status)
+            if status.state in _GONE:  # what it had sent is still being taken
+                raise self._gone(status)
 
     def _settle(self) -> None:
         """Raises the end of everything, where it is known but what was sent before it is still being taken."""
@@ -269,6 +274,8 @@ class Membership:
         if self._delivery.can_tell():
             self._pending.fail_all(cause)
             self._delivery.end(cause)
+            for status in self.statuses.values():
+                self._notify(status)
 
     def stop_reading(self) -> None:
         """Takes everything off the loop, and forgets what was not sent. Idempotent."""
@@ -338,6 +345,9 @@ class Membership:
             self._on_rank_gone(status)
         if self.failure is None and status.state in _SERVING and status.rank not in self.links:
             self._attach_to(status)
+        self._notify(status)
+
+    def _notify(self, status: EngineStatus) -> None:
         for on_status in list(self._subscribers):
             on_status(status)
 
@@ -388,11 +398,14 @@ class Membership:
             self._moves.after_death(status.rank, self._restarting(status))
 
     def _on_rank_gone(self, status: EngineStatus) -> None:
+        self.fail(self._gone(status))
+
+    @staticmethod
+    def _gone(status: EngineStatus) -> EngineDeadError:
         if status.death is not None and status.state is EngineState.DEAD:
-            self.fail(EngineDeadError(**status.death.facts()))
-        else:
-            reason = f"engine core rank {status.rank} was shut down by its launcher"
-            self.fail(EngineDeadError(reason, phase="stopping", rank=status.rank, incarnation=status.incarnation))
+            return EngineDeadError(**status.death.facts())
+        reason = f"engine core rank {status.rank} was shut down by its launcher"
+        return EngineDeadError(reason, phase="stopping", rank=status.rank, incarnation=status.incarnation)
 
     def _restarting(self, status: EngineStatus) -> EngineRestartedError:
         if status.death is not None:

@@ -51,10 +51,10 @@ class Moves:
             DuplicateRequestError, InvalidRequestError: as `Sender.add_request`.
         """
         journal = self._pending.journal
-        if journal is None or len(journal) >= self._max_queued:
+        if journal is None or journal.num_waiting >= self._max_queued:
             raise EngineRestartingError(
-                f"the engine core is being started again, and {len(self._pending.request_ids)} requests wait for it "
-                "already; try again, or raise FaultConfig(max_queued=...)"
+                f"the engine core is being started again, and {self._max_queued} requests wait for it already; try "
+                "again, or raise FaultConfig(max_queued=...)"
             )
         handle = self.waiting_room.add_request(request)
         journal.waits(handle)

@@ -16,8 +16,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 6
 def dump_stacks_on_signal() -> int:
     """From now on `STACK_SIGNAL` writes all stacks to the end of a file in memory; its descriptor.
 
-    Whoever asks opens it through /proc, truncates it, sends the signal and reads. It is for appending, or a dump behind
-    a truncation would begin with a hole.
+    Whoever asks opens it through /proc, notes its size, sends the signal, and reads on from there a moment later.
     """
     fd = os.memfd_create("outboard-stacks", os.MFD_CLOEXEC)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)

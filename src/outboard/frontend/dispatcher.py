@@ -36,6 +36,7 @@ class Dispatcher:
     Attributes:
         requests: requests that have not ended, by the user's id.
         ended: set whenever one of them has; whoever waits clears it.
+        failed: how many ended with an error of their own while the engine went on.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Dispatcher:
         self._slots: dict[int, Slot] = {}
         self.requests: dict[str, RequestState] = {}
         self.ended = asyncio.Event()
+        self.failed = 0
 
     def add(self, slot: Slot, handle: int) -> None:
         """Enters a slot; its outputs may come from now on."""
@@ -252,6 +254,7 @@ class Dispatcher:
     def _fail(self, request: RequestState, error: OutboardError) -> list[int]:
         """Ends a whole request with an error; the handles of completions that had not ended."""
         running = [slot.handle for slot in request.slots if self._slots.pop(slot.handle, None) is not None]
+        self.failed += 1
         self._forget(request)
         request.fail(error)
         return running

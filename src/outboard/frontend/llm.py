@@ -145,8 +145,10 @@ class AsyncLLM:
         running = self._running
         if running is not None and not self._closed:
             try:
+                failed = running.dispatcher.failed
                 async with asyncio.timeout(self.config.faults.shutdown_timeout if timeout is None else timeout):
                     await running.wait_until_idle()
+                self._cut = self._cut or running.dispatcher.failed != failed  # an engine core was restarted, say
             except TimeoutError:
                 self._cut = True
                 running.abort_requests(running.in_flight)

@@ -11,7 +11,7 @@ import msgspec
 from tqdm import tqdm
 
 from outboard.client.async_mp import AsyncMPClient
-from outboard.errors import InvalidRequestError
+from outboard.errors import EngineDeadError, OutboardError
 from outboard.frontend.llm import AsyncLLM, EngineLike
 from outboard.frontend.outputs import CompletionOutput, RequestOutput
 from outboard.frontend.prompt import Prompt
@@ -76,7 +76,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The finished outputs of all prompts, in their order.
 
-        A prompt that cannot be served does not lose the others: its output has `finish_reason` "error" and `error`.
+        A prompt that cannot be served, or whose engine core was restarted, does not lose the others: its output has
+        `finish_reason` "error" and `error`.
         Ctrl-C aborts what runs and raises `KeyboardInterrupt`; the engine can be used again.
 
         Args:
@@ -156,7 +157,9 @@ class LLM:
         stream = self._llm.generate(prompt, msgspec.structs.replace(params, output_kind="final_only"))
         try:
             output = await anext(stream)
-        except InvalidRequestError as error:
+        except OutboardError as error:
+            if isinstance(error, EngineDeadError) and not error.retryable:
+                raise
             failed = CompletionOutput(0, "", [], "error", error=str(error))
             output = RequestOutput(stream.request_id, [failed], True, stream.prompt, stream.prompt_token_ids)
         progress.ended(output)

@@ -121,6 +121,9 @@ class ControlDesk:
         """Tells all front ends, and those who wait here, of a rank's state; the state."""
         self._version += 1
         status = rank.status(self._version)
+        if status.state is not EngineState.STALLED:
+            for front_end in self.front_ends:
+                front_end.reported.discard(rank.rank)
         with self._changed:
             self._statuses[rank.rank] = status
             self._changed.notify_all()
@@ -141,6 +144,8 @@ class ControlDesk:
             rank = self._ranks[number]
             if rank.peer and rank.supervisor.incarnation == attach.incarnation:
                 self._control.send(rank.peer, self._encode(DetachClient(front_end.client_index, attach.epoch)))
+        for number in list(front_end.reported):
+            self._withdraw(front_end, self._ranks[number])
         self.front_ends.remove(front_end)
 
     def close(self) -> None:
@@ -247,11 +252,14 @@ class ControlDesk:
             self.detach(front_end)
 
     def _on_stall(self, sender: bytes, message: ReportStall) -> None:
-        rank = self._named(sender, message)
-        if rank is None or not rank.stall(message.report):
+        front_end, rank = self._named(sender, message)
+        if front_end is None or rank is None:
+            return
+        front_end.reported.add(rank.rank)
+        if not rank.stall(message.report):
             return
         report = message.report
-        name = f"engine core rank {rank.rank}"
+        name = f"engine core rank {rank.rank} (pid {rank.pid})"
         what = (
             f"has made no progress for {report.age:.1f} s, after {report.steps} steps; its process is {report.process}"
         )
@@ -261,23 +269,32 @@ class ControlDesk:
             rank.kill(time.monotonic(), f"{name[0].upper()}{name[1:]} {what}; it has been killed.")
 
     def _on_progress(self, sender: bytes, message: ReportProgress) -> None:
-        rank = self._named(sender, message)
-        if rank is not None and rank.progressed():
+        front_end, rank = self._named(sender, message)
+        if front_end is not None and rank is not None:
+            self._withdraw(front_end, rank)
+
+    def _withdraw(self, front_end: FrontEnd, rank: EngineRank) -> None:
+        """A front end waits no more for this rank; once none does, it counts as working."""
+        front_end.reported.discard(rank.rank)
+        if not self.front_ends.any_reports(rank.rank) and rank.progressed():
             self.publish(rank)
 
     def _on_kill(self, sender: bytes, message: KillEngine) -> None:
-        rank = self._named(sender, message)
+        _, rank = self._named(sender, message)
         if rank is not None:
             rank.kill(time.monotonic(), message.reason, message.report)
 
-    def _named(self, sender: bytes, message: ReportStall | ReportProgress | KillEngine) -> EngineRank | None:
-        """The rank that a front end speaks of, if that incarnation still runs."""
-        if self.front_ends.get(sender) is None:
+    def _named(
+        self, sender: bytes, message: ReportStall | ReportProgress | KillEngine
+    ) -> tuple[FrontEnd | None, EngineRank | None]:
+        """The front end, and the rank that it speaks of, if that incarnation still runs."""
+        front_end = self.front_ends.get(sender)
+        if front_end is None:
             self._drop("stranger", f"{type(message).__name__} of a peer that has not joined")
-            return None
+            return None, None
         rank = self._ranks[message.rank] if 0 <= message.rank < len(self._ranks) else None
         current = rank is not None and rank.process is not None and message.incarnation == rank.supervisor.incarnation
-        return rank if current else None
+        return front_end, rank if current else None
 
     def _drop(self, reason: str, detail: str) -> None:
         if not self.dropped[reason]:

@@ -26,6 +26,7 @@ class FrontEnd:
         pid: its process.
         pidfd: readable once it has ended; -1 where it is this very process.
         attached: what it attached to, by rank; of the rank's latest incarnation.
+        reported: ranks that it waits for in vain.
         acknowledged: the last version of the engine cores' states that it has taken note of.
     """
 
@@ -35,6 +36,7 @@ class FrontEnd:
     pid: int
     pidfd: int
     attached: dict[int, Attach] = field(default_factory=dict)
+    reported: set[int] = field(default_factory=set)
     acknowledged: int = -1
 
     def remove_files(self) -> None:
@@ -60,6 +62,7 @@ class FrontEnds:
     def __init__(self, token: str) -> None:
         self._token = token
         self._by_peer: dict[bytes, FrontEnd] = {}
+        self._next_slot = 0
 
     def __iter__(self) -> Iterator[FrontEnd]:
         return iter(list(self._by_peer.values()))
@@ -99,10 +102,18 @@ class FrontEnds:
             except (OSError, OverflowError, ValueError):
                 return None
         taken = {one.slot for one in self._by_peer.values()}
-        slot = next(slot for slot in range(MAX_SLOTS) if slot not in taken)
+        # Round and round: an engine core that hangs still shows the count of the one that had a slot last.
+        while self._next_slot in taken:
+            self._next_slot = (self._next_slot + 1) % MAX_SLOTS
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % MAX_SLOTS
         front_end = FrontEnd(peer, join.client_index, slot, join.pid, pidfd)
         self._by_peer[peer] = front_end
         return front_end
+
+    def any_reports(self, rank: int) -> bool:
+        """Whether somebody waits in vain for this rank."""
+        return any(rank in one.reported for one in self._by_peer.values())
 
     def remove(self, front_end: FrontEnd) -> None:
         """Forgets a front end, and releases its descriptor."""

@@ -209,8 +209,10 @@ class Launcher:
         if self.started.done() and status.death is not None and status.state is not EngineState.STOPPED:
             # Once, however many requests fail of it: whoever made them gets an error each.
             level = logging.ERROR if status.state is EngineState.DEAD else logging.WARNING
-            more = "" if status.state is EngineState.DEAD else " It is being started again."
-            logger.log(level, "%s%s", EngineDeadError(**status.death.facts()), more)
+            error = EngineDeadError(**status.death.facts())
+            if status.state is not EngineState.DEAD:
+                error.reason += " It is being started again."
+            logger.log(level, "%s", error)
 
     # --- the end ---
 

@@ -8,7 +8,7 @@ import msgspec
 
 from outboard.config import FaultConfig
 from outboard.errors import ConfigError, EngineDeadError
-from outboard.launch.handshake import EngineHandshake
+from outboard.launch.handshake import EngineHandshake, HandshakeState
 from outboard.launch.process import EngineProcess
 from outboard.launch.startup import startup_failure, startup_timeout
 from outboard.launch.supervisor import RankSupervisor
@@ -51,7 +51,7 @@ class EngineRank:
         self._killed_by: float | None = None  # since when it is being killed
         self._reason: str | None = None  # why we kill it
         self._told: ErrorReport | None = None
-        self._timed_out: EngineDeadError | None = None
+        self._timed_out: HandshakeState | None = None  # how far it had come when its start-up took too long
         self._ready: Ready | None = None
         self._death: EngineDeath | None = None
         self._stall: StallReport | None = None
@@ -64,6 +64,11 @@ class EngineRank:
     @property
     def rank(self) -> int:
         return self._init.rank
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the incarnation that runs, or ran last; None before the first said HELLO."""
+        return self._pid
 
     @property
     def due(self) -> float | None:
@@ -179,6 +184,7 @@ class EngineRank:
         failure = self._what_failed(process, starting)
         self._death = EngineDeath.of(_death_behind(failure))
         self.supervisor.died(now)
+        self._tell_of_budget()
         if starting and self.supervisor.state is EngineState.DEAD and not self._init.incarnation:
             self.failure = failure
         process.close()
@@ -186,9 +192,16 @@ class EngineRank:
         self._deadline = self._stall = None
         self.peer = b""
 
+    def _tell_of_budget(self) -> None:
+        """Where there had been restarts, and there will be none: that is why it stays dead."""
+        policy, death = self._faults.restart, self._death
+        if self.supervisor.state is EngineState.DEAD and self.supervisor.incarnation and death is not None:
+            spent = f"It stays dead: {policy.max_restarts} restarts in {policy.window:g} s are all that is allowed."
+            self._death = msgspec.structs.replace(death, reason=f"{death.reason} {spent}")
+
     def _what_failed(self, process: EngineProcess, starting: bool) -> ConfigError | EngineDeadError:
         if self._timed_out is not None:
-            return self._timed_out
+            return startup_timeout(process, self._init, self._timed_out, self._faults.startup_timeout)
         if starting and self._reason is None:
             return startup_failure(process, self._init, self._handshake.failure)
         phase = "stopping" if self.supervisor.stopping else "start-up" if starting else "running"
@@ -206,8 +219,7 @@ class EngineRank:
             process.end(0)  # the warden does not obey: bounded, and by other means
             self.exited(now)
         elif self._ready is None and self._handshake.failure is None and self.supervisor.restart_at is None:
-            seconds = self._faults.startup_timeout
-            self._timed_out = startup_timeout(process, self._init, self._handshake.state, seconds)
+            self._timed_out = self._handshake.state
             self.kill(now)
         else:
             self.kill(now)
@@ -216,6 +228,7 @@ class EngineRank:
         error = EngineDeadError(reason, rank=self.rank, incarnation=self.supervisor.incarnation, phase="start-up")
         self._death = EngineDeath.of(error)
         self.supervisor.died(now)
+        self._tell_of_budget()
 
 
 def _death_behind(failure: ConfigError | EngineDeadError) -> EngineDeadError:

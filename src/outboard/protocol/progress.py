@@ -16,6 +16,7 @@ time at which it became idle.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import weakref
@@ -56,9 +57,11 @@ class ProgressPage:
         self.fd = -1
         memory: mmap.mmap | bytearray = bytearray(_SIZE)
         if shared:
-            self.fd = os.memfd_create("outboard-progress", os.MFD_CLOEXEC)
+            self.fd = os.memfd_create("outboard-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             weakref.finalize(self, os.close, self.fd)
             os.ftruncate(self.fd, _SIZE)
+            # Readers map it: one that was cut short would end them by SIGBUS.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             memory = mmap.mmap(self.fd, _SIZE)
         self._numbers = memoryview(memory).cast("q")
         self._steps = 0
@@ -107,7 +110,7 @@ class ProgressReader:
         """
         page = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(page).st_size != _SIZE:
+            if os.fstat(page).st_size != _SIZE or not fcntl.fcntl(page, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise ValueError(f"descriptor {fd} of process {pid} is not a progress page")
             self._page = mmap.mmap(page, _SIZE, prot=mmap.PROT_READ)
         finally:
