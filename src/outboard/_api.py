@@ -3,9 +3,10 @@
 from outboard._version import __version__
 from outboard.client.async_mp import AsyncMPClient
 from outboard.client.base import EngineCoreClient
+from outboard.client.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
 from outboard.client.inproc import InprocClient
 from outboard.client.sync_mp import SyncMPClient
-from outboard.config import EngineConfig, FaultConfig, RestartPolicy, TransportConfig
+from outboard.config import EngineConfig, FaultConfig, ParallelConfig, RankOptions, RestartPolicy, TransportConfig
 from outboard.engine.core import EngineCore, OutputBatch, Tokenizer, utility
 from outboard.errors import *  # noqa: F403
 from outboard.errors import __all__ as _error_names
@@ -29,6 +30,8 @@ __all__ = [
     "AsyncLLM",
     "AsyncMPClient",
     "CompletionOutput",
+    "DPAsyncMPClient",
+    "DPLBAsyncMPClient",
     "EngineAddresses",
     "EngineConfig",
     "EngineCore",
@@ -43,6 +46,8 @@ __all__ = [
     "FaultConfig",
     "InprocClient",
     "OutputBatch",
+    "ParallelConfig",
+    "RankOptions",
     "RequestMetrics",
     "RequestOutput",
     "RequestStream",

@@ -8,11 +8,13 @@ import msgspec
 
 from outboard.errors import ConfigError
 
-__all__ = ["EngineConfig", "FaultConfig", "RestartPolicy", "TransportConfig"]
+__all__ = ["EngineConfig", "FaultConfig", "ParallelConfig", "RankOptions", "RestartPolicy", "TransportConfig"]
 
 
 # Seconds; what the system's timers count in milliseconds of 32 bits ends soon after.
 _LONGEST = 1_000_000
+# What one host can be asked for; a slip of the keyboard should not start a million processes.
+_MOST_RANKS = 256
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +122,55 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
 
 
+class RankOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one rank has of its own.
+
+    Attributes:
+        options: keyword arguments of the engine's constructor, over those of all ranks; such as a device.
+        env: environment variables of its process, such as CUDA_VISIBLE_DEVICES.
+        cpus: the CPUs that its process may use; empty: all, or a share of them where the engine says that it computes
+            on them (`EngineCore.cpu_bound`).
+    """
+
+    options: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    cpus: list[int] = []
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many engine cores there are, and who chooses between them.
+
+    Attributes:
+        data_parallel_size: ranks; each is a process with the whole engine.
+        balancing: "internal": each front end's client chooses a rank for every request; "external": each front end has
+            one rank, and whoever sends to front ends chooses.
+        policy: with internal balancing, how: "least_loaded", "round_robin", "power_of_two" or "prefix_affine".
+        client_count: front ends that share the ranks; see `launch_engines`.
+        rank_options: what ranks have of their own, by rank; ranks beyond its end have nothing.
+    """
+
+    data_parallel_size: int = 1
+    balancing: Literal["internal", "external"] = "internal"
+    policy: str = "least_loaded"
+    client_count: int = 1
+    rank_options: list[RankOptions] = []
+
+    def __post_init__(self) -> None:
+        for name in ("data_parallel_size", "client_count"):
+            if not 1 <= getattr(self, name) <= _MOST_RANKS:
+                raise ConfigError(f"{name} must be at least 1 and at most {_MOST_RANKS}, not {getattr(self, name)!r}")
+        if self.balancing not in ("internal", "external"):
+            raise ConfigError(f"balancing must be 'internal' or 'external', not {self.balancing!r}")
+        if len(self.rank_options) > self.data_parallel_size:
+            raise ConfigError(
+                f"rank_options has {len(self.rank_options)} entries, data_parallel_size is {self.data_parallel_size}"
+            )
+
+    def of_rank(self, rank: int) -> RankOptions:
+        """What this rank has of its own."""
+        return self.rank_options[rank] if rank < len(self.rank_options) else RankOptions()
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to run, and how.
 
@@ -127,11 +178,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         engine: the name of an engine that comes along ("openvino", "echo", "mock"), "module:Class", "path.py:Class",
             or an `EngineCore` class that can be imported from its module.
         options: keyword arguments of the engine's constructor; any msgpack values.
+        parallel: how many engine cores, and who chooses between them.
         faults: time limits, and what to do when an engine core dies or hangs.
         transport: limits of the sockets.
     """
 
     engine: str | type[Any]
     options: dict[str, Any] = {}
+    parallel: ParallelConfig = ParallelConfig()
     faults: FaultConfig = FaultConfig()
     transport: TransportConfig = TransportConfig()

@@ -19,13 +19,15 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
+import numpy as np
+
 from chaos.ledger import Violation
 from chaos.plan import Plan, draw
 from chaos.schedule import Report, run_plan
 from outboard import EngineConfig, SyncMPClient
 
 # No schedule takes this long; one that does has blocked its whole process.
-_LONGEST = 120.0
+_LONGEST = 90.0
 
 
 def main() -> int:
@@ -53,22 +55,27 @@ def main() -> int:
 
 def warm_up() -> None:
     """What a process makes once and keeps is there before the first look."""
-    client = SyncMPClient(EngineConfig(engine="mock"))
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.sleep(0))
+    client = SyncMPClient(EngineConfig(engine="chaos.engines:ChaosEngine"))
+    client.call_utility("mirror", np.zeros(500_000))
     client.shutdown()
 
 
 def _work() -> int:
     """Runs the seeds that come in, line by line, and answers each with a report."""
-    with os.fdopen(os.dup(1), "w") as answers:
+    with os.fdopen(os.dup(1), "w") as answers, os.fdopen(os.dup(2), "w") as stderr:
         os.dup2(2, 1)
         warm_up()
-        _answer(answers)
+        _answer(answers, stderr)
     return 0
 
 
-def _answer(answers: TextIO) -> None:
+def _answer(answers: TextIO, stderr: TextIO) -> None:
     for line in sys.stdin:
-        faulthandler.dump_traceback_later(_LONGEST - 10, file=sys.__stderr__ or sys.stderr)
+        faulthandler.dump_traceback_later(_LONGEST - 10, file=stderr)
         report = run_plan(draw(int(line)))
         faulthandler.cancel_dump_traceback_later()
         print(json.dumps(dataclasses.asdict(report)), file=answers, flush=True)

@@ -87,8 +87,7 @@ class Striker:
         incarnation = self._incarnation
         self._side.engine.kill()
         await self._noticed(incarnation)
-        await until(lambda: self._side.gone or self._incarnation > incarnation, 10)
-        if not self._side.gone:
+        if await self._side.ready():
             self._side.engine.kill()
             await self._noticed(incarnation + 1)
 

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import io
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,10 @@ def run_plan(plan: Plan) -> Report:
             options = {**plan.config.options, "script": str(script)}
             plan = dataclasses.replace(plan, config=msgspec.structs.replace(plan.config, options=options))
         ledger = Ledger(plan)
-        _Schedule(ledger, script).run()
+        try:
+            _Schedule(ledger, script).run()
+        except Exception:
+            ledger.violate("ending", f"the schedule broke off:\n{traceback.format_exc()}")
         violations = ledger.judge()
         requests, calls = len(ledger.requests), len(ledger.calls)
         deaths = len(ledger.died)
@@ -209,6 +213,7 @@ class _Schedule:
             try:
                 stats = await side.call("get_stats", timeout=5.0)
             except EngineDeadError:
+                await asyncio.sleep(0.01)
                 continue
             if not stats["requests"]:
                 return

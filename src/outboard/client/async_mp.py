@@ -163,7 +163,7 @@ class AsyncMPClient(MPClient):
         *args: Any,
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
-        rank: int | None = None,
+        rank: int | str | None = None,
     ) -> Any:
         """Calls an `@utility` method of the engine core; its result.
 
@@ -183,12 +183,11 @@ class AsyncMPClient(MPClient):
             UtilityError: an argument cannot be sent.
             EngineDeadError: the engine core is gone, or went before it answered.
         """
-        if rank is not None:
-            self._check_rank(rank)
+        rank = self._check_rank(rank)
         loop = self._ensure_output_queue_task()
         self.validate_alive()
         future: asyncio.Future[Any] = loop.create_future()
-        call_id = self._membership.call(future, method, args, kwargs)
+        call_id = self._membership.call(future, method, args, kwargs, rank)
         try:
             if timeout is None:
                 return self._typed(method, await future)

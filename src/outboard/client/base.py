@@ -19,6 +19,7 @@ from outboard.client.journal import Journal
 from outboard.client.membership import Membership, OnStatus
 from outboard.client.pending import CallFuture, PendingTable
 from outboard.client.resources import Resources
+from outboard.client.routing import Balanced, OneRank, Routing
 from outboard.config import EngineConfig
 from outboard.engine.calls import convert, return_type
 from outboard.engine.core import EngineCore
@@ -75,15 +76,19 @@ class EngineCoreClient(ABC):
     ) -> EngineCoreClient:
         """The kind of client that fits: `InprocClient`, `SyncMPClient` or `AsyncMPClient`.
 
+        With several ranks, the last one is `DPLBAsyncMPClient` (internal balancing) or `DPAsyncMPClient` (external).
+
         Raises:
             ConfigError: asyncio without a process of its own for the engine: steps would block the event loop.
         """
-        from outboard.client.async_mp import AsyncMPClient
+        from outboard.client.data_parallel import client_class
         from outboard.client.inproc import InprocClient
         from outboard.client.sync_mp import SyncMPClient
 
+        if multiprocess_mode and asyncio_mode:
+            return client_class(config)(config)
         if multiprocess_mode:
-            return AsyncMPClient(config) if asyncio_mode else SyncMPClient(config)
+            return SyncMPClient(config)
         if asyncio_mode:
             raise ConfigError("asyncio_mode needs multiprocess_mode: in one process, steps would block the event loop")
         return InprocClient(config)
@@ -124,10 +129,14 @@ class EngineCoreClient(ABC):
             logger.info("the engine's class cannot be imported here: results keep their wire types", exc_info=True)
             return None
 
-    def _check_rank(self, rank: int | None) -> None:
+    def _check_rank(self, rank: int | str | None) -> int | None:
+        """This rank, if there is one of that number."""
         ranks = [engine.rank for engine in self.core_engines]
-        if rank is not None and rank not in ranks:
-            raise ValueError(f"no engine core of rank {rank}; there is rank {', '.join(map(str, ranks))}")
+        if rank is None:
+            return None
+        if not isinstance(rank, int) or rank not in ranks:
+            raise ValueError(f"no engine core of rank {rank!r}; there is rank {', '.join(map(str, ranks))}")
+        return rank
 
     def _typed(self, method: str, result: Any) -> Any:
         """A utility call's result as the type that the method's annotation names."""
@@ -182,7 +191,9 @@ class MPClient(EngineCoreClient):
                 undo.callback(group.shutdown, 0)
                 addresses = group.addresses
             self.config = addresses.config
-            self._pending = PendingTable(_journal(self.config))
+            routing = self._make_routing()
+            load = routing.table if isinstance(routing, Balanced) else None
+            self._pending = PendingTable(_journal(self.config), load)
             self._resources = resources = Resources(context, group)
             self._membership = resources.membership = Membership(
                 addresses,
@@ -192,6 +203,8 @@ class MPClient(EngineCoreClient):
                 self._make_delivery(),
                 group is not None,
                 resources.give_up,
+                routing,
+                self._only_rank,
             )
             undo.callback(self._membership.close_sockets)
             undo.callback(self._membership.stop_reading)
@@ -199,6 +212,20 @@ class MPClient(EngineCoreClient):
             undo.pop_all()
         # The finalizer must not reach the client, or it would never run.
         self._finalizer = weakref.finalize(self, resources.abandon)
+
+    def _make_routing(self) -> Routing:
+        """Which rank gets a request. Called by the constructor, once the configuration is known."""
+        if self.config.parallel.data_parallel_size > 1:
+            raise ConfigError(
+                f"{type(self).__name__} is for one rank, data_parallel_size is "
+                f"{self.config.parallel.data_parallel_size}; use DPLBAsyncMPClient, or EngineCoreClient.make_client"
+            )
+        return OneRank()
+
+    @property
+    def _only_rank(self) -> int | None:
+        """The one rank that this client has to do with; None: all."""
+        return None
 
     @abstractmethod
     def _make_delivery(self) -> Delivery:
@@ -228,7 +255,7 @@ class MPClient(EngineCoreClient):
                 status.info,
                 frozenset(status.typed_utilities),
             )
-            for status in self._membership.statuses.values()
+            for _, status in sorted(self._membership.statuses.items())
             if status.info is not None
         ]
 
@@ -261,8 +288,14 @@ class MPClient(EngineCoreClient):
 
     @property
     def scheduler_stats(self) -> SchedulerStats:
-        link = self._membership.links.get(0)
-        return SchedulerStats() if link is None else link.receiver.scheduler_stats
+        loads = [link.receiver.scheduler_stats for link in self._membership.links.values()]
+        if len(loads) == 1:
+            return loads[0]
+        return SchedulerStats(
+            sum(load.waiting for load in loads),
+            sum(load.running for load in loads),
+            max((load.kv_cache_usage for load in loads), default=0.0),
+        )
 
     @property
     def pending_messages(self) -> Sequence[tuple[Any, Any]]:
@@ -315,11 +348,12 @@ class MPClient(EngineCoreClient):
         """Ends what waits, and takes the sockets out of use; called by `shutdown`, in its thread."""
 
     def _closed_error(self) -> ClientClosedError:
-        status = self._membership.statuses[0]
+        status = next(iter(self._membership.statuses.values()))
         return ClientClosedError("the client was shut down", rank=status.rank, pid=status.pid, phase="stopping")
 
 
 def _journal(config: EngineConfig) -> Journal | None:
     """What is needed to move requests; nothing where a dead engine core stays dead."""
     faults = config.faults
-    return Journal(faults.in_flight, faults.max_resubmits) if faults.restart.max_restarts else None
+    can_move = faults.restart.max_restarts > 0 or config.parallel.data_parallel_size > 1
+    return Journal(faults.in_flight, faults.max_resubmits) if can_move else None

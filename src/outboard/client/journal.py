@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -77,12 +78,6 @@ class Journal:
         self._silent.discard(handle)
         self._with_results.discard(handle)
 
-    def clear(self) -> None:
-        """Forgets all."""
-        self._requests.clear()
-        self._silent.clear()
-        self._with_results.clear()
-
     def note(self, message: EngineCoreOutputs) -> None:
         """Notes what is about to be delivered."""
         if self._silent:
@@ -92,22 +87,23 @@ class Journal:
         if self._policy == "resume":
             self._note_tokens(message)
 
-    def after_death(self) -> list[int]:
-        """Decides what becomes of the requests of an engine core that died.
+    def after_death(self, handles: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Decides what becomes of these requests, whose engine core died.
 
         Returns:
-            the handles of those that end with an error; the others stay, to be sent anew.
+            the handles of those that wait to be sent anew, and of those that end with an error.
         """
-        lost = []
-        for handle, one in self._requests.items():
-            if not one.sent:
-                continue
+        again: list[int] = []
+        lost: list[int] = []
+        for handle in handles:
+            one = self._requests[handle]
             if self._can_move(handle, one):
                 one.sent = False
                 one.resubmits += 1
+                again.append(handle)
             else:
                 lost.append(handle)
-        return lost
+        return again, lost
 
     def waits(self, handle: int) -> None:
         """This request was entered, but not sent."""

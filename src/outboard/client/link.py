@@ -85,6 +85,7 @@ class Link:
             self.outbox.send,
             self.outbox.take_back,
             transport.max_message_bytes,
+            status.rank,
         )
         self.receiver = Receiver(pending, status.rank, self.epoch, listener, counters)
         self._reader = SocketReader(self._socket, self.receiver.on_message)

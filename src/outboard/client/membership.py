@@ -19,7 +19,7 @@ from outboard.client.moves import Moves
 from outboard.client.pending import CallFuture, PendingTable
 from outboard.client.progress_watch import ProgressWatch
 from outboard.client.receiver import Counters
-from outboard.client.sender import Sender
+from outboard.client.routing import Routing
 from outboard.client.stall import process_ended
 from outboard.errors import (
     ClientClosedError,
@@ -27,6 +27,7 @@ from outboard.errors import (
     EngineRestartedError,
     EngineStalledError,
     EngineStartupError,
+    InvalidRequestError,
     ProtocolError,
 )
 from outboard.launch.group import EngineAddresses
@@ -91,6 +92,8 @@ class Membership:
         delivery: who gets the messages.
         owner: whether the engine cores are this client's own, so that it may have one killed.
         give_up: called when the client is of no more use, unless it was shut down.
+        routing: which rank gets a request.
+        only_rank: the one rank that this client has to do with; None: all.
 
     Attributes:
         failure: the error that ended everything; None while all is well.
@@ -108,7 +111,11 @@ class Membership:
         delivery: Delivery,
         owner: bool,
         give_up: Callable[[], None],
+        routing: Routing,
+        only_rank: int | None = None,
     ) -> None:
+        self._routing = routing
+        self._only_rank = only_rank
         config = addresses.config
         self._addresses = addresses
         self._config = config
@@ -207,37 +214,62 @@ class Membership:
         self._subscribers.append(on_status)
         return lambda: self._subscribers.remove(on_status) if on_status in self._subscribers else None
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that this client has to do with."""
+        return sorted(self.statuses)
+
     def add_request(self, request: EngineCoreRequest) -> int:
         """Sends a request, or has it wait while its engine core is being started again; its handle."""
         self._watch.arm()
-        link = self.links.get(0)
-        if link is not None and link.usable:
+        link = self._route(request)
+        if link is not None:
             return link.sender.add_request(request)
-        self._settle()
+        self._settle(request.data_parallel_rank)
         return self._moves.hold(request)
 
     def abort(self, handles: Sequence[int]) -> None:
         """Aborts requests by handle; unknown ones are no error."""
-        self._sender.abort(handles)
+        by_rank: dict[int, list[int]] = {}
+        for handle in handles:
+            rank = self._pending.ranks.get(handle)
+            if rank is not None:
+                by_rank.setdefault(rank, []).append(handle)
+        for rank, some in by_rank.items():
+            link = self._usable(rank)
+            sender = self._moves.waiting_room if link is None else link.sender
+            sender.abort(some)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Aborts requests by the user's ids; unknown ones are no error."""
-        self._sender.abort_requests(request_ids)
+        handles = self._pending.handles
+        self.abort([handles[request_id] for request_id in request_ids if request_id in handles])
 
-    def call(self, future: CallFuture, method: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> int:
-        """Calls a utility method; the call id, under which `future` waits."""
+    def call(
+        self,
+        future: CallFuture,
+        method: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        rank: int | None = None,
+    ) -> int:
+        """Calls a utility method of a rank, by default the first; the call id, under which `future` waits."""
         self._watch.arm()
-        link = self.links.get(0)
-        if link is None or not link.usable:
-            self._settle()
-            raise self._restarting(self.statuses[0])
+        rank = self.ranks[0] if rank is None else rank
+        link = self._usable(rank)
+        if link is None:
+            self._settle(rank)
+            raise self._restarting(self.statuses[rank])
         return link.sender.call(future, method, args, kwargs)
 
     def check(self) -> None:
-        """Raises what is wrong with the engine cores, dead or not serving for now."""
+        """Raises what is wrong, where no engine core serves."""
         if self.failure is not None:
             raise self.failure.copy()
-        for status in self.statuses.values():
+        statuses = self.statuses.values()
+        if len(statuses) > 1 and any(status.state is EngineState.READY for status in statuses):
+            return
+        for status in statuses:
             if status.state is EngineState.STALLED:
                 raise _stalled(status)
             if status.state is EngineState.RESTARTING:
@@ -245,18 +277,33 @@ class Membership:
             if status.state in _GONE:  # what it had sent is still being taken
                 raise self._gone(status)
 
-    def _settle(self) -> None:
-        """Raises the end of everything, where it is known but what was sent before it is still being taken."""
-        link = self.links.get(0)
-        if link is not None and link.ending and self.statuses[0].state in _GONE:
-            link.end_now()
+    def _usable(self, rank: int) -> Link | None:
+        """The link with a rank, if requests may be sent."""
+        link = self.links.get(rank)
+        return link if link is not None and link.usable else None
+
+    def _route(self, request: EngineCoreRequest) -> Link | None:
+        """The link with the rank that is to have a request; None: none can have it now."""
+        rank = request.data_parallel_rank
+        if rank is None:
+            rank = self._routing.choose(request)
+            return None if rank is None else self.links[rank]
+        if rank not in self.statuses:
+            raise InvalidRequestError(f"there is no data_parallel_rank {rank!r}; there is {_list(self.ranks)}")
+        return self._usable(rank)
+
+    def _settle(self, rank: int | None) -> None:
+        """Raises the end of a rank, or of all, that is known while what was sent before it is still being taken."""
+        for link in list(self.links.values()):
+            if link.ending and self.statuses[link.status.rank].state in _GONE:
+                link.end_now()
         if self.failure is not None:
             raise self.failure.copy()
+        if rank is not None and self.statuses[rank].state in _GONE:
+            raise self._gone(self.statuses[rank])
 
-    @property
-    def _sender(self) -> Sender:
-        link = self.links.get(0)
-        return link.sender if link is not None and link.usable else self._moves.waiting_room
+    def _set_available(self) -> None:
+        self._routing.set_available([rank for rank, link in self.links.items() if link.usable])
 
     # --- the end ---
 
@@ -264,7 +311,7 @@ class Membership:
         """Ends everything that waits, now and for ever after. Only the first cause counts."""
         if self.failure is not None:
             return
-        status = self.statuses.get(0)
+        status = next(iter(self.statuses.values()), None)
         if cause.pid is None and status is not None:
             cause.rank, cause.incarnation, cause.pid = status.rank, status.incarnation, status.pid
         self.failure = cause
@@ -329,6 +376,9 @@ class Membership:
             self.fail(EngineDeadError(f"the launcher refuses this front end: {message.reason}"))
 
     def _on_status(self, status: EngineStatus) -> None:
+        if self._only_rank not in (None, status.rank):
+            self._tell(Acknowledge(status.version))
+            return
         known = self.statuses.get(status.rank)
         if known is not None and status.version <= known.version:
             return
@@ -341,6 +391,7 @@ class Membership:
                 link.end_now()
             elif not link.ending:
                 link.end(lambda: self._on_link_over(link))
+            self._set_available()
         elif link is None and status.state in _GONE:
             self._on_rank_gone(status)
         if self.failure is None and status.state in _SERVING and status.rank not in self.links:
@@ -378,7 +429,8 @@ class Membership:
         link.on_attached()
         if self._driver is not None:
             link.read_on(self._driver)
-        self._moves.send_waiting(link)
+        self._set_available()
+        self._moves.send_waiting(self._route)
 
     # --- deaths ---
 
@@ -392,13 +444,21 @@ class Membership:
         self._watch.forget(status.rank)
         if self.failure is not None:
             return
+        self._set_available()
+        self._routing.forget(status.rank)
         if status.state in _GONE:
             self._on_rank_gone(status)
         else:
             self._moves.after_death(status.rank, self._restarting(status))
+            self._moves.send_waiting(self._route)
 
     def _on_rank_gone(self, status: EngineStatus) -> None:
-        self.fail(self._gone(status))
+        if all(other.state in _GONE for other in self.statuses.values()):
+            self.fail(self._gone(status))
+            return
+        self._moves.after_death(status.rank, self._restarting(status))
+        self._moves.end_unreachable(status.rank, self._gone(status))
+        self._moves.send_waiting(self._route)
 
     @staticmethod
     def _gone(status: EngineStatus) -> EngineDeadError:
@@ -450,6 +510,10 @@ class Membership:
     def _call_later(self, delay: float, function: Callable[[], None]) -> None:
         assert self._driver is not None  # nothing is sent before there is one
         self._driver.call_later(delay, function)
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
 
 
 def _stalled(status: EngineStatus) -> EngineStalledError:

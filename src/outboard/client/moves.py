@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from outboard.client.delivery import Delivery, FailedOutputs
+from outboard.client.journal import InFlight
 from outboard.client.link import Link
-from outboard.client.pending import PendingTable
+from outboard.client.pending import NO_RANK, PendingTable
 from outboard.client.sender import Sender
 from outboard.config import EngineConfig
-from outboard.errors import EngineRestartedError, EngineRestartingError, InvalidRequestError, OutboardError
+from outboard.errors import (
+    EngineDeadError,
+    EngineRestartedError,
+    EngineRestartingError,
+    InvalidRequestError,
+    OutboardError,
+)
 from outboard.protocol.codec import MsgpackEncoder
 from outboard.protocol.messages import EngineCoreOutputs, EngineCoreRequest, OutputExtras
 
@@ -41,6 +49,7 @@ class Moves:
             lambda frames, key: None,
             lambda handle: True,
             config.transport.max_message_bytes,
+            NO_RANK,
         )
 
     def hold(self, request: EngineCoreRequest) -> int:
@@ -62,29 +71,51 @@ class Moves:
 
     def after_death(self, rank: int, cause: EngineRestartedError) -> None:
         """Ends what cannot be moved of what waited for a dead engine core: all calls, and requests by policy."""
-        self._pending.fail_calls(cause)
+        self._pending.fail_calls(cause, rank)
         journal = self._pending.journal
-        lost = list(self._pending.request_ids) if journal is None else journal.after_death()
+        lost = self._pending.requests_of(rank)
+        if journal is not None:
+            again, lost = journal.after_death(lost)
+            for handle in again:
+                self._pending.move_request(handle, NO_RANK)
         if lost:
             self._end(rank, lost, cause)
 
-    def send_waiting(self, link: Link) -> None:
-        """Sends what waits, in order of arrival: new requests, and those that move."""
+    def send_waiting(self, route: Callable[[EngineCoreRequest], Link | None]) -> None:
+        """Sends what waits, in order of arrival: new requests, and those that move.
+
+        Args:
+            route: which engine core gets a request; None: it waits on.
+        """
         journal = self._pending.journal
         for handle, one in journal.waiting() if journal is not None else ():
-            request = one.to_send()
-            if one.tokens and request.sampling_params.max_tokens == 0:
-                # All of it had come, only its end had not.
-                self._deliver(link, handle, finished=[(0, "length", None)])
-                continue
-            one.sent = True
-            try:
-                link.sender.send_request(request, handle)
-            except InvalidRequestError as error:
-                self._end(link.status.rank, [handle], error)
-                continue
-            if one.tokens:
-                self._deliver(link, handle, extras=OutputExtras(resumed={0: len(one.tokens)}))
+            link = route(one.request)
+            if link is not None:
+                self._send(link, handle, one)
+
+    def end_unreachable(self, rank: int, cause: EngineDeadError) -> None:
+        """Ends the requests that wait for this rank and no other: it will not come back."""
+        journal = self._pending.journal
+        waiting = journal.waiting() if journal is not None else []
+        lost = [handle for handle, one in waiting if one.request.data_parallel_rank == rank]
+        if lost:
+            self._end(rank, lost, cause)
+
+    def _send(self, link: Link, handle: int, one: InFlight) -> None:
+        request = one.to_send()
+        if one.tokens and request.sampling_params.max_tokens == 0:
+            # All of it had come, only its end had not.
+            self._deliver(link, handle, finished=[(0, "length", None)])
+            return
+        one.sent = True
+        self._pending.move_request(handle, link.status.rank)
+        try:
+            link.sender.send_request(request, handle)
+        except InvalidRequestError as error:
+            self._end(link.status.rank, [handle], error)
+            return
+        if one.tokens:
+            self._deliver(link, handle, extras=OutputExtras(resumed={0: len(one.tokens)}))
 
     def _end(self, rank: int, handles: list[int], cause: OutboardError) -> None:
         ids = [self._pending.end_request(handle) for handle in handles]

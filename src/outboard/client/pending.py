@@ -7,6 +7,7 @@ import concurrent.futures
 from typing import Any, TypeAlias
 
 from outboard.client.journal import Journal
+from outboard.dp.load import LoadTable
 from outboard.errors import (
     DuplicateRequestError,
     EngineDeadError,
@@ -24,7 +25,9 @@ _KNOWN_ERRORS = {
 
 UTILITY_ERROR = f"{UtilityError.__module__}.{UtilityError.__qualname__}"
 
-__all__ = ["UTILITY_ERROR", "CallFuture", "PendingTable"]
+__all__ = ["NO_RANK", "UTILITY_ERROR", "CallFuture", "PendingTable"]
+
+NO_RANK = -1
 
 CallFuture: TypeAlias = "asyncio.Future[Any] | concurrent.futures.Future[Any]"
 
@@ -34,18 +37,24 @@ class PendingTable:
 
     Args:
         journal: what is remembered so that requests can be moved; None: they are not.
+        load: is told of every request that a rank gets, and of its end; None: there is one rank.
 
     Attributes:
         request_ids: handle -> the user's id, of requests that have not ended.
         handles: the user's id -> handle, the same the other way round.
+        ranks: handle -> the rank that has the request, or `NO_RANK` while it waits for one.
         utility_results: call id -> the future that waits for the answer.
+        call_ranks: call id -> the rank that is to answer.
     """
 
-    def __init__(self, journal: Journal | None = None) -> None:
+    def __init__(self, journal: Journal | None = None, load: LoadTable | None = None) -> None:
         self.journal = journal
+        self._load = load
         self.request_ids: dict[int, str] = {}
         self.handles: dict[str, int] = {}
+        self.ranks: dict[int, int] = {}
         self.utility_results: dict[int, CallFuture] = {}
+        self.call_ranks: dict[int, int] = {}
         self._next_handle = 0
         self._next_call_id = 0
 
@@ -53,8 +62,8 @@ class PendingTable:
         """Whether anything waits."""
         return bool(self.request_ids or self.utility_results)
 
-    def add_request(self, request_id: str) -> int:
-        """Enters a request; its handle, which is never used again.
+    def add_request(self, request_id: str, rank: int = 0) -> int:
+        """Enters a request that this rank is to have; its handle, which is never used again.
 
         Raises:
             DuplicateRequestError: a request with this id is in flight.
@@ -67,13 +76,29 @@ class PendingTable:
         self._next_handle += 1
         self.request_ids[handle] = request_id
         self.handles[request_id] = handle
+        self.ranks[handle] = rank
+        if self._load is not None and rank != NO_RANK:
+            self._load.sent(rank)
         return handle
+
+    def move_request(self, handle: int, rank: int) -> None:
+        """From now on this rank has the request."""
+        before = self.ranks[handle]
+        self.ranks[handle] = rank
+        if self._load is not None:
+            if before != NO_RANK:
+                self._load.ended(before)
+            if rank != NO_RANK:
+                self._load.sent(rank)
 
     def end_request(self, handle: int) -> str | None:
         """Forgets a request; its id, or None if it is not known (any more)."""
         request_id = self.request_ids.pop(handle, None)
         if request_id is not None:
             del self.handles[request_id]
+            rank = self.ranks.pop(handle)
+            if self._load is not None and rank != NO_RANK:
+                self._load.ended(rank)
             if self.journal is not None:
                 self.journal.end(handle)
         return request_id
@@ -83,30 +108,36 @@ class PendingTable:
         for position, _, _ in message.finished or ():
             self.end_request(message.handles[position])
 
-    def add_call(self, future: CallFuture) -> int:
-        """Enters a utility call; its call id."""
+    def requests_of(self, rank: int) -> list[int]:
+        """Handles of the requests that this rank has, in order of arrival."""
+        return [handle for handle, other in self.ranks.items() if other == rank]
+
+    def add_call(self, future: CallFuture, rank: int = 0) -> int:
+        """Enters a utility call that this rank is to answer; its call id."""
         call_id = self._next_call_id
         self._next_call_id += 1
         self.utility_results[call_id] = future
+        self.call_ranks[call_id] = rank
         return call_id
 
     def end_call(self, call_id: int) -> None:
         """Forgets a utility call: a later answer is dropped."""
         self.utility_results.pop(call_id, None)
+        self.call_ranks.pop(call_id, None)
 
-    def fail_calls(self, cause: EngineDeadError) -> None:
-        """Ends every call with an error of its own."""
-        calls, self.utility_results = self.utility_results, {}
-        for future in calls.values():
-            if not future.done():
-                future.set_exception(cause.copy())
+    def fail_calls(self, cause: EngineDeadError, rank: int | None = None) -> None:
+        """Ends every call, or those of one rank, with an error of its own."""
+        for call_id, other in list(self.call_ranks.items()):
+            if rank is None or other == rank:
+                future = self.utility_results.pop(call_id, None)
+                del self.call_ranks[call_id]
+                if future is not None and not future.done():
+                    future.set_exception(cause.copy())
 
     def fail_all(self, cause: EngineDeadError) -> None:
         """Ends every call with an error of its own, and forgets all requests."""
-        self.request_ids.clear()
-        self.handles.clear()
-        if self.journal is not None:
-            self.journal.clear()
+        for handle in list(self.request_ids):
+            self.end_request(handle)
         self.fail_calls(cause)
 
 

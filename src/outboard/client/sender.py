@@ -37,6 +37,7 @@ class Sender:
         post: sends frames, or holds them; the second argument names a request for `take_back`.
         take_back: removes a request that has not been sent; False if it has.
         max_message_bytes: ZeroMQ would drop a larger frame, and the connection.
+        rank: of the engine core.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Sender:
         post: Post,
         take_back: Callable[[int], bool],
         max_message_bytes: int,
+        rank: int = 0,
     ) -> None:
         self._epoch = epoch
         self._client_index = client_index
@@ -56,6 +58,7 @@ class Sender:
         self._post = post
         self._take_back = take_back
         self._max_message_bytes = max_message_bytes
+        self._rank = rank
 
     def add_request(self, request: EngineCoreRequest) -> int:
         """Sends a request; its handle. Stamps `client_index` and, where it is 0, `arrival_time`.
@@ -66,7 +69,7 @@ class Sender:
         """
         request.client_index = self._client_index
         request.arrival_time = request.arrival_time or time.time()
-        handle = self._pending.add_request(request.request_id)
+        handle = self._pending.add_request(request.request_id, self._rank)
         try:
             self.send_request(request, handle)
         except InvalidRequestError:
@@ -115,7 +118,7 @@ class Sender:
         Raises:
             UtilityError: an argument cannot be sent; nothing waits then.
         """
-        call_id = self._pending.add_call(future)
+        call_id = self._pending.add_call(future, self._rank)
         try:
             self.send(
                 EngineCoreRequestType.UTILITY, UtilityCall(self._epoch, call_id, method, list(args), kwargs or {})

@@ -65,9 +65,12 @@ class EngineCore(ABC):
 
     Attributes:
         lockstep: True where the ranks of a data-parallel group must step together.
+        cpu_bound: True where it computes on CPUs: several ranks on one host then get a share of them each, unless
+            `RankOptions.cpus` says otherwise.
     """
 
     lockstep: ClassVar[bool] = False
+    cpu_bound: ClassVar[bool] = False
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:

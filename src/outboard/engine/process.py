@@ -23,6 +23,7 @@ import msgspec
 from outboard._version import __version__
 from outboard.engine.calls import has_typed_result
 from outboard.engine.core import EngineCore, utility_methods
+from outboard.engine.cpus import share_of, use_cpus
 from outboard.engine.events import Stop
 from outboard.engine.input import InputThread
 from outboard.engine.loader import IMPORTING_ENGINE, bind_options, load_engine_class
@@ -105,6 +106,10 @@ def _construct(init: Init) -> EngineCore:
         engine_class = load_engine_class(init.engine)
     finally:
         del os.environ[IMPORTING_ENGINE]
+    if init.cpus:
+        use_cpus(init.cpus)
+    elif engine_class.cpu_bound and init.data_parallel_size > 1:
+        use_cpus(share_of(sorted(os.sched_getaffinity(0)), init.rank, init.data_parallel_size))
     return engine_class(**bind_options(engine_class, init.options))
 
 

@@ -56,6 +56,8 @@ class OpenVINOEngine(EngineCore):
         ModelFileError: the model is missing, truncated or cannot be fetched.
     """
 
+    cpu_bound = True
+
     def __init__(
         self,
         model: str | None = None,

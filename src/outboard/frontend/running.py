@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outboard.client.async_mp import AsyncMPClient
+from outboard.client.data_parallel import client_class
 from outboard.config import EngineConfig
 from outboard.engine.core import Tokenizer
 from outboard.engine.loader import bind_options, load_engine_class
@@ -45,7 +46,7 @@ class RunningEngine:
     async def launch(
         cls, config: EngineConfig, addresses: EngineAddresses | None = None, client_index: int = 0
     ) -> RunningEngine:
-        client = await AsyncMPClient.launch(
+        client = await client_class(config).launch(
             config if addresses is None else None, addresses=addresses, client_index=client_index
         )
         try:

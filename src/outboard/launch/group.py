@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import msgspec
 
-from outboard.config import EngineConfig, FaultConfig, TransportConfig
+from outboard.config import EngineConfig, FaultConfig, ParallelConfig, TransportConfig
 from outboard.launch.launcher import Launcher
-from outboard.launch.startup import make_init
+from outboard.launch.startup import make_inits, sendable_options
 from outboard.protocol.control import EngineState, EngineStatus
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, make_context
@@ -33,7 +33,7 @@ class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
         directory: the session's directory; front ends put their sockets there.
         launcher_pid: process id of the launcher; its end is the end of the engine cores.
         engine: reference of what runs, "module:Class" or "path.py:Class".
-        options, faults, transport: as in its `EngineConfig`.
+        options, parallel, faults, transport: as in its `EngineConfig`.
     """
 
     control_address: str
@@ -42,13 +42,20 @@ class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
     launcher_pid: int
     engine: str
     options: dict[str, Any]
+    parallel: ParallelConfig
     faults: FaultConfig
     transport: TransportConfig
 
     @property
     def config(self) -> EngineConfig:
         """What runs."""
-        return EngineConfig(engine=self.engine, options=self.options, faults=self.faults, transport=self.transport)
+        return EngineConfig(
+            engine=self.engine,
+            options=self.options,
+            parallel=self.parallel,
+            faults=self.faults,
+            transport=self.transport,
+        )
 
 
 class EngineGroup:
@@ -61,7 +68,7 @@ class EngineGroup:
     """
 
     def __init__(self, config: EngineConfig, *, cancel_fd: int | None = None) -> None:
-        init = make_init(config)
+        inits = make_inits(config)
         with ExitStack() as undo:
             session = SessionDirectory()
             undo.callback(session.remove)
@@ -69,7 +76,7 @@ class EngineGroup:
             undo.callback(context.destroy, linger=0)
             address = session.address("control")
             control = ControlServer(context, address)
-            launcher = self._launcher = Launcher(config, [init], context, session, control, address, cancel_fd)
+            launcher = self._launcher = Launcher(config, inits, context, session, control, address, cancel_fd)
             launcher.thread.start()
             undo.pop_all()
         self._shutdown_timeout = config.faults.shutdown_timeout
@@ -78,8 +85,9 @@ class EngineGroup:
             session_token=session.token,
             directory=str(session.path),
             launcher_pid=os.getpid(),
-            engine=init.engine,
-            options=init.options,
+            engine=inits[0].engine,
+            options=sendable_options(config.options),
+            parallel=config.parallel,
             faults=config.faults,
             transport=config.transport,
         )

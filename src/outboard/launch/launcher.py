@@ -60,7 +60,10 @@ class Launcher:
         self._session = session
         self._control = control
         self._cancel_fd = cancel_fd
-        self._ranks = [EngineRank(init, session, control_address, config.faults) for init in inits]
+        self._ranks = [
+            EngineRank(init, session, control_address, config.faults, config.parallel.of_rank(init.rank).env)
+            for init in inits
+        ]
         self._stop_by: float | None = None
         self._stop_seen: float | None = None
         self._abandoned = False

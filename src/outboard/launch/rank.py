@@ -33,6 +33,7 @@ class EngineRank:
         session: directory and token.
         control_address: where engine cores find the launcher.
         faults: time limits and the restart policy.
+        env: environment variables of its own.
 
     Attributes:
         supervisor: its state.
@@ -41,8 +42,11 @@ class EngineRank:
         failure: what to raise where the first start-up failed; None otherwise.
     """
 
-    def __init__(self, init: Init, session: SessionDirectory, control_address: str, faults: FaultConfig) -> None:
+    def __init__(
+        self, init: Init, session: SessionDirectory, control_address: str, faults: FaultConfig, env: dict[str, str]
+    ) -> None:
         self._init = init
+        self._env = env
         self._session = session
         self._control_address = control_address
         self._faults = faults
@@ -105,7 +109,7 @@ class EngineRank:
         self.peer = b""
         self._ready = self._killed_by = self._reason = self._told = self._timed_out = None
         environment = ChildEnvironment(self._control_address, self._session.token, init.rank, init.incarnation)
-        self.process = EngineProcess.start({**os.environ, **environment.to_environ()}, self._session.path)
+        self.process = EngineProcess.start({**os.environ, **self._env, **environment.to_environ()}, self._session.path)
         self._deadline = now + self._faults.startup_timeout
 
     def receive(self, sender: bytes, frames: list[bytes], now: float) -> bytes | None:

@@ -19,15 +19,15 @@ from outboard.launch.process import EngineProcess
 from outboard.protocol.messages import ErrorReport, Init
 from outboard.protocol.tensors import is_scalar
 
-__all__ = ["StartCancelled", "make_init", "startup_failure", "startup_timeout"]
+__all__ = ["StartCancelled", "make_inits", "sendable_options", "startup_failure", "startup_timeout"]
 
 
 class StartCancelled(Exception):
     """Whoever wanted these engine cores has changed its mind; their processes are gone."""
 
 
-def make_init(config: EngineConfig) -> Init:
-    """What to run, for rank 0 and incarnation 0; for others replace these two.
+def make_inits(config: EngineConfig) -> list[Init]:
+    """What each rank is to run.
 
     Raises:
         ConfigError: no such engine, options that cannot be sent, or this is a process that imports an engine.
@@ -37,17 +37,23 @@ def make_init(config: EngineConfig) -> Init:
             f"a client was started while an engine-core process imports {importing}; put whatever starts one under "
             'if __name__ == "__main__":'
         )
-    return Init(
-        engine=resolve_engine(config.engine),
-        options=_sendable_options(config.options),
-        sys_path=_search_path(),
-        rank=0,
-        incarnation=0,
-        high_water_mark=config.transport.high_water_mark,
-        max_message_bytes=config.transport.max_message_bytes,
-        inline_bytes=config.transport.inline_bytes,
-        shared_memory_bytes=config.transport.shared_memory_bytes,
-    )
+    engine, sys_path, parallel = resolve_engine(config.engine), _search_path(), config.parallel
+    return [
+        Init(
+            engine=engine,
+            options=sendable_options({**config.options, **parallel.of_rank(rank).options}),
+            sys_path=sys_path,
+            rank=rank,
+            incarnation=0,
+            high_water_mark=config.transport.high_water_mark,
+            max_message_bytes=config.transport.max_message_bytes,
+            inline_bytes=config.transport.inline_bytes,
+            shared_memory_bytes=config.transport.shared_memory_bytes,
+            data_parallel_size=parallel.data_parallel_size,
+            cpus=parallel.of_rank(rank).cpus,
+        )
+        for rank in range(parallel.data_parallel_size)
+    ]
 
 
 def startup_failure(process: EngineProcess, init: Init, report: ErrorReport | None) -> ConfigError | EngineStartupError:
@@ -91,7 +97,7 @@ def _search_path() -> list[str]:
     return [path or here for path in paths] + [here]
 
 
-def _sendable_options(options: dict[str, Any]) -> dict[str, Any]:
+def sendable_options(options: dict[str, Any]) -> dict[str, Any]:
     """Engine options as plain msgpack values: paths become text, numpy scalars numbers.
 
     Raises:

@@ -74,6 +74,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
         external_req_id: in the engine core, the user's `request_id`; for logs.
         client_index: index of the front end that sent it; stamped by the client.
         arrival_time: `time.time()` at which the front end got it; 0 lets the client stamp it.
+        data_parallel_rank: the rank that is to serve it; None: whichever the client chooses.
         num_output_tokens: how many tokens at the end of the prompt are this request's own output: it is resumed after
             an engine core died, and the engine goes on where they end. `max_tokens` and `min_tokens` count what is
             still to come.
@@ -87,6 +88,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     client_index: int = 0
     arrival_time: float = 0.0
     num_output_tokens: int = 0
+    data_parallel_rank: int | None = None
 
 
 class EngineInfo(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -320,7 +322,8 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 class Init(msgspec.Struct, array_like=True, tag="init"):
     """Answer to `Hello`: what to run. Whom to serve comes after READY, by `AttachClient` (control.py).
 
-    `sys_path` is the launcher's module search path.
+    `sys_path` is the launcher's module search path. `cpus` are those that the process may use; with none, and several
+    ranks, an engine that computes on CPUs gets its share of all.
     """
 
     engine: str
@@ -332,6 +335,8 @@ class Init(msgspec.Struct, array_like=True, tag="init"):
     max_message_bytes: int
     inline_bytes: int
     shared_memory_bytes: int = 0
+    data_parallel_size: int = 1
+    cpus: list[int] = []
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):

@@ -1,0 +1,156 @@
+"""The asyncio clients of several engine cores: `DPLBAsyncMPClient` chooses between them, `DPAsyncMPClient` has one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from outboard.client.async_mp import AsyncMPClient
+from outboard.client.routing import Balanced, OneRank, Routing
+from outboard.config import EngineConfig
+from outboard.dp.balancing import BalancingPolicy, make_policy
+from outboard.dp.load import LoadTable
+from outboard.errors import ConfigError, UtilityError
+from outboard.launch.group import EngineAddresses
+
+__all__ = ["DPAsyncMPClient", "DPLBAsyncMPClient", "client_class"]
+
+
+class DPAsyncMPClient(AsyncMPClient):
+    """A front end of one rank of several: whoever sends requests to front ends balances between them.
+
+    Its own rank, and no other, gets its requests, aborts and utility calls; the death of another is nothing to it.
+    Otherwise as `AsyncMPClient`.
+
+    Args:
+        config, addresses, cancel_fd: as `AsyncMPClient`.
+        client_index: index of this front end.
+        data_parallel_rank: its rank; default: `client_index`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | str | type[Any] | None = None,
+        *,
+        addresses: EngineAddresses | None = None,
+        client_index: int = 0,
+        cancel_fd: int | None = None,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        self.data_parallel_rank = client_index if data_parallel_rank is None else data_parallel_rank
+        super().__init__(config, addresses=addresses, client_index=client_index, cancel_fd=cancel_fd)
+
+    def _make_routing(self) -> Routing:
+        size = self.config.parallel.data_parallel_size
+        if not 0 <= self.data_parallel_rank < size:
+            raise ConfigError(
+                f"data_parallel_rank {self.data_parallel_rank} does not exist: data_parallel_size is {size}"
+            )
+        return OneRank()
+
+    @property
+    def _only_rank(self) -> int | None:
+        return self.data_parallel_rank
+
+
+class DPLBAsyncMPClient(AsyncMPClient):
+    """Drives several engine cores: chooses one for each request, and sends utility calls to all.
+
+    A request with `data_parallel_rank` goes to that rank. Where a rank dies, others go on; its requests move, resume or
+    end as `FaultConfig.in_flight` says, and only when no rank is left, and none will come back, the client has ended.
+
+    Args:
+        config, addresses, client_index, cancel_fd: as `AsyncMPClient`.
+        policy: an object that chooses ranks, in place of the one that `ParallelConfig.policy` names.
+
+    Attributes:
+        policy: what chooses.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | str | type[Any] | None = None,
+        *,
+        addresses: EngineAddresses | None = None,
+        client_index: int = 0,
+        cancel_fd: int | None = None,
+        policy: BalancingPolicy | None = None,
+    ) -> None:
+        self._wanted_policy = policy
+        super().__init__(config, addresses=addresses, client_index=client_index, cancel_fd=cancel_fd)
+
+    def _make_routing(self) -> Routing:
+        parallel = self.config.parallel
+        self.policy = make_policy(self._wanted_policy or parallel.policy)
+        client_count = max(parallel.client_count, self.client_index + 1)
+        self._table = LoadTable(client_index=self.client_index, client_count=client_count)
+        return Balanced(self._table, self.policy)
+
+    @property
+    def lb_engines(self) -> dict[int, int]:
+        """Own requests in flight, by rank."""
+        return {rank: self._table.in_flight(rank) for rank in self._membership.ranks}
+
+    async def call_utility_async(
+        self,
+        method: str,
+        *args: Any,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+        rank: int | str | None = None,
+    ) -> Any:
+        """Calls a utility method of the engine cores: all, because most change their state; the first one's result.
+
+        Args:
+            rank: one rank only; "least_loaded": the one with the fewest requests; None: all that serve.
+            method, args, kwargs, timeout: as `AsyncMPClient.call_utility_async`.
+
+        Raises: as there; with several ranks the error of the first that failed, once all have answered.
+        """
+        if isinstance(rank, int):
+            return await super().call_utility_async(method, *args, kwargs=kwargs, timeout=timeout, rank=rank)
+        if rank == "least_loaded":
+            least = min(self._table.ranks, key=self._table.in_flight, default=None)
+            return await super().call_utility_async(method, *args, kwargs=kwargs, timeout=timeout, rank=least)
+        if rank is not None:
+            raise ValueError(f"rank must be a number, 'least_loaded' or None, not {rank!r}")
+        return (await self.call_utility_all_async(method, *args, kwargs=kwargs, timeout=timeout))[0]
+
+    async def call_utility_all_async(
+        self, method: str, *args: Any, kwargs: dict[str, Any] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Calls a utility method of every engine core that serves; their results, by rank.
+
+        Raises: as `call_utility_async`.
+        """
+        self._ensure_output_queue_task()
+        self.validate_alive()
+        ranks: Sequence[int | None] = self._table.ranks or [None]  # None: raises why there is none
+        one = super().call_utility_async
+        calls = [one(method, *args, kwargs=kwargs, timeout=timeout, rank=rank) for rank in ranks]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    async def call_utility_consensus_async(
+        self, method: str, *args: Any, kwargs: dict[str, Any] | None = None, timeout: float | None = None
+    ) -> Any:
+        """As `call_utility_all_async`; the one result that all gave.
+
+        Raises:
+            UtilityError: they differ; the message names what each gave.
+        """
+        results = await self.call_utility_all_async(method, *args, kwargs=kwargs, timeout=timeout)
+        if any(result != results[0] for result in results):
+            raise UtilityError(f"the ranks do not agree on {method!r}: {results!r}")
+        return results[0]
+
+
+def client_class(config: EngineConfig | str | type[Any]) -> type[AsyncMPClient]:
+    """The asyncio client that fits a configuration."""
+    if not isinstance(config, EngineConfig) or config.parallel.data_parallel_size == 1:
+        return AsyncMPClient
+    return DPAsyncMPClient if config.parallel.balancing == "external" else DPLBAsyncMPClient
