@@ -225,3 +225,17 @@ class SlowStepEngine(MockEngine):
     @utility
     def never(self) -> Future[None]:
         return Future()
+
+
+class TellingEngine(CallableEngine):
+    """Tells what its rank has of its own. Computes on CPUs, it says."""
+
+    cpu_bound = True
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__()
+        self._name = name
+
+    @utility
+    def tell(self) -> list[Any]:
+        return [self._name, os.environ.get("OUTBOARD_TEST"), sorted(os.sched_getaffinity(0))]

@@ -120,9 +120,13 @@ def _serve(todo: SimpleQueue[int], reports: list[Report]) -> None:
 
 def _start_worker() -> subprocess.Popen[str]:
     tests = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": tests, "PYTHONWARNINGS": "default"}
+    environment = {**os.environ, "PYTHONPATH": _path(tests), "PYTHONWARNINGS": "default"}
     command = [sys.executable, "-m", "chaos", "--worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def _path(first: str) -> str:
+    return os.pathsep.join(filter(None, [first, os.environ.get("PYTHONPATH")]))
 
 
 def _ask(worker: subprocess.Popen[str], seed: int) -> tuple[Report, bool]:

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from outboard.cli.options import exit_status, parse_options
-from outboard.config import EngineConfig, FaultConfig
+from outboard.config import EngineConfig, FaultConfig, ParallelConfig
 from outboard.errors import RequestFailedError
 from outboard.frontend.llm import AsyncLLM
 from outboard.frontend.outputs import RequestOutput
@@ -35,6 +35,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
+    data_parallel_size: Annotated[int, typer.Option(help="Engine cores to start; one of them answers.")] = 1,
     shutdown_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long the answer may go on after Ctrl-C or SIGTERM.")
     ] = FaultConfig().shutdown_timeout,
@@ -47,7 +48,8 @@ def generate(
     with exit_status():
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, output_kind="delta")
         faults = FaultConfig(shutdown_timeout=shutdown_timeout)
-        config = EngineConfig(engine=engine, options=parse_options(option or []), faults=faults)
+        parallel = ParallelConfig(data_parallel_size=data_parallel_size)
+        config = EngineConfig(engine=engine, options=parse_options(option or []), parallel=parallel, faults=faults)
         prompt = prompt.encode(errors="replace").decode()  # an argument that is no UTF-8 has lone surrogates
         asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
         status = asyncio.run(_generate(config, asked, params, as_json))
@@ -70,21 +72,21 @@ async def _generate(config: EngineConfig, prompt: Prompt, params: SamplingParams
                 sys.stdout.write(text[-1])
                 sys.stdout.flush()
         seconds = time.monotonic() - started
-        pid = llm.client.core_engines[0].pid
+        pids = [engine.pid for engine in llm.client.core_engines]
     if last is None or not last.finished:  # a signal ended it before
         return signals.exit_status
     completion = last.outputs[0]
     if completion.finish_reason == "error":
         raise RequestFailedError(completion.error or "the engine ended the request with an error")
     if as_json:
-        print(_as_json(last, "".join(text), token_ids, seconds, pid))
+        print(_as_json(last, "".join(text), token_ids, seconds, pids))
         return signals.exit_status
     if text and not "".join(text).endswith("\n"):
         print(flush=True)
     first = last.metrics.time_to_first_token if last.metrics else None
     print(
         f"{len(token_ids)} tokens, {len(token_ids) / seconds:.1f} tokens/s, "
-        f"first after {(first or 0) * 1000:.0f} ms, finish reason {completion.finish_reason}, engine pid {pid}",
+        f"first after {(first or 0) * 1000:.0f} ms, finish reason {completion.finish_reason}, engine pid {', '.join(map(str, pids))}",
         file=sys.stderr,
     )
     return signals.exit_status
@@ -95,7 +97,7 @@ def _tell(received: signal.Signals) -> None:
     typer.echo(f"outboard: finishing; {again} again stops at once", err=True)
 
 
-def _as_json(last: RequestOutput, text: str, token_ids: list[int], seconds: float, pid: int) -> str:
+def _as_json(last: RequestOutput, text: str, token_ids: list[int], seconds: float, pids: list[int]) -> str:
     completion, metrics = last.outputs[0], last.metrics
     document: dict[str, Any] = {
         "request_id": last.request_id,
@@ -109,6 +111,6 @@ def _as_json(last: RequestOutput, text: str, token_ids: list[int], seconds: floa
         "tokens_per_second": round(len(token_ids) / seconds, 1),
         "time_to_first_token": metrics.time_to_first_token if metrics else None,
         "queue_time": metrics.queue_time if metrics else None,
-        "engine_pid": pid,
+        "engine_pids": pids,
     }
     return msgspec.json.encode(document).decode()

@@ -243,7 +243,7 @@ class AsyncMPClient(MPClient):
 
         unsubscribe = self.subscribe(look)
         try:
-            look(self._membership.statuses[rank])
+            look(self._membership.told[rank])
             return await reached
         finally:
             unsubscribe()

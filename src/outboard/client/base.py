@@ -262,7 +262,7 @@ class MPClient(EngineCoreClient):
     @property
     def engine_status(self) -> list[EngineStatus]:
         """The state of every engine core, by rank, as this client has taken note of it."""
-        return list(self._membership.statuses.values())
+        return [status for _, status in sorted(self._membership.told.items())]
 
     def subscribe(self, on_status: OnStatus) -> Callable[[], None]:
         """Calls `on_status(status)` with every change of an engine core's state, and once more when the client ends.

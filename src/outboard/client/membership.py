@@ -98,6 +98,7 @@ class Membership:
     Attributes:
         failure: the error that ended everything; None while all is well.
         statuses: of the engine cores, by rank.
+        told: the same, as far as subscribers have been told: one that is ready is not before it can be used.
         links: by rank; those that can be used, and those that end.
         counters: of messages.
     """
@@ -129,6 +130,7 @@ class Membership:
         self._slot = -1
         self.failure: EngineDeadError | None = None
         self.statuses: dict[int, EngineStatus] = {}
+        self.told: dict[int, EngineStatus] = {}
         self.links: dict[int, Link] = {}
         self._subscribers: list[OnStatus] = []
         self._encode = msgspec.msgpack.Encoder().encode
@@ -396,9 +398,11 @@ class Membership:
             self._on_rank_gone(status)
         if self.failure is None and status.state in _SERVING and status.rank not in self.links:
             self._attach_to(status)
-        self._notify(status)
+        if status.state not in _SERVING or self._usable(status.rank) is not None:
+            self._notify(status)  # else once it can be used
 
     def _notify(self, status: EngineStatus) -> None:
+        self.told[status.rank] = status
         for on_status in list(self._subscribers):
             on_status(status)
 
@@ -431,6 +435,7 @@ class Membership:
             link.read_on(self._driver)
         self._set_available()
         self._moves.send_waiting(self._route)
+        self._notify(self.statuses[message.rank])
 
     # --- deaths ---
 
