@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from chaos.ledger import Violation
-from chaos.plan import Plan, draw
+from chaos.plan import draw
 from chaos.schedule import Report, run_plan
 from outboard import EngineConfig, SyncMPClient
 
@@ -60,7 +60,7 @@ def warm_up() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.sleep(0))
     client = SyncMPClient(EngineConfig(engine="chaos.engines:ChaosEngine"))
-    client.call_utility("mirror", np.zeros(500_000))
+    client.call_utility("mirror", np.zeros(30_000))  # in a frame that ZeroMQ does not copy
     client.shutdown()
 
 
@@ -177,8 +177,9 @@ def _tell(reports: list[Report], seconds: float) -> int:
     sorts = Counter(violation.sort for report in reports for violation in report.violations)
     failed = [report.seed for report in reports if report.violations]
     print(
-        f"\n{len(reports)} schedules, {sum(injected.values())} faults, {sum(one.requests for one in reports)} requests, "
-        f"{sum(one.calls for one in reports)} utility calls, in {seconds:.0f} s\n"
+        f"\n{len(reports)} schedules, {sum(injected.values())} faults, {sum(one.deaths for one in reports)} deaths, "
+        f"{sum(one.requests for one in reports)} requests, {sum(one.calls for one in reports)} utility calls, "
+        f"in {seconds:.0f} s\n"
         f"hung waiters: {sorts.pop('hung', 0)}   lost, repeated or wrong tokens: {sorts.pop('tokens', 0)}   "
         f"leftovers: {sorts.pop('leftover', 0)}   other: {sum(sorts.values())}\n"
         f"{'failed seeds: ' + ', '.join(map(str, failed)) if failed else 'all survived'}"

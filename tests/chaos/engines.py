@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,14 @@ class ChaosEngine(FaultyEngine):
     Args:
         script: a file with a list of [what, how] in JSON; each start takes the first entry and does it: ["die", way] or
             ["sleep", seconds].
+        late: how many steps behind its last token a request ends.
         others: as `FaultyEngine` has them.
     """
 
     def __init__(
         self,
         script: str = "",
+        late: int = 0,
         die_in: Phase = "never",
         way: Way = "exception",
         hang_in: Phase = "never",
@@ -55,6 +59,9 @@ class ChaosEngine(FaultyEngine):
             tokens_per_step=tokens_per_step,
             max_num_seqs=max_num_seqs,
         )
+        self._late = late
+        self._steps_taken = 0
+        self._to_end: dict[str, int] = {}  # the step in which a request ends
         self._death: Way | None = None
         self._hang: tuple[HangKind, float] | None = None
         self._arrays = (0, 0)
@@ -72,7 +79,26 @@ class ChaosEngine(FaultyEngine):
                 serial = self._sent.get(request_id, 0)
                 self._sent[request_id] = serial + 1
                 outputs.add(request_id, result=numbered(serial, size))
-        super().step(outputs)
+        self._steps_taken += 1
+        for request_id, step in list(self._to_end.items()):
+            if step <= self._steps_taken:
+                del self._to_end[request_id]
+                outputs.add(request_id, finish_reason="length")
+        if super().has_work():
+            super().step(_LateEnds(outputs, self._end_later) if self._late else outputs)  # type: ignore[arg-type]
+        else:
+            time.sleep(0.001)
+
+    def has_work(self) -> bool:
+        return bool(self._to_end) or super().has_work()
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._to_end.pop(request_id, None)
+        super().abort_requests(request_ids)
+
+    def _end_later(self, request_id: str) -> None:
+        self._to_end[request_id] = self._steps_taken + self._late
 
     @utility
     def die_next(self, way: Way) -> None:
@@ -103,6 +129,23 @@ class ChaosEngine(FaultyEngine):
     def lose_memory(self) -> None:
         """There is no more shared memory from now on."""
         os.posix_fallocate = no_memory
+
+
+class _LateEnds:
+    """An `OutputBatch` in which the end of a request does not come with its last token."""
+
+    def __init__(self, outputs: OutputBatch, end_later: Callable[[str], None]) -> None:
+        self._outputs = outputs
+        self._end_later = end_later
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outputs, name)
+
+    def add(self, request_id: str, token_ids: Sequence[int] = (), finish_reason: Any = None, **fields: Any) -> None:
+        if finish_reason == "length":
+            self._end_later(request_id)
+            finish_reason = None
+        self._outputs.add(request_id, token_ids, finish_reason, **fields)
 
 
 def numbered(serial: int, size: int) -> np.ndarray[Any, Any]:

@@ -247,7 +247,7 @@ class Ledger:
             if reason == "error" and (self.garbage or style == "refused there" or self._fits_client(one)):
                 continue
             return f"completion {index} ended with {reason!r} {one.error or ''} after {len(one.tokens)} tokens"
-        if style in ("refused", "duplicate"):
+        if style == "refused" or (style == "duplicate" and not self.deaths and not self.aborted and not self.garbage):
             return "it should have been refused"
         return ""
 

@@ -149,7 +149,9 @@ class LLMSide(Side):
         streams: list[RequestStream] = []
 
         def on_output(output: RequestOutput | OutboardError) -> None:
-            if over.done():
+            if over.cancelled():
+                pass  # nobody waits for it any more
+            elif over.done():
                 self.ledger.violate("ending", f"{request.name}: called back after the end, with {output!r:.100}")
             elif isinstance(output, OutboardError):
                 over.set_exception(output)

@@ -263,8 +263,9 @@ def _config(random: Random, engine: str, end: str) -> EngineConfig:
         options["tokens_per_step"] = random.choice([1, 1, 3])
     ways = {"way": random.choice(["exception", "sys_exit", "_exit", "sigkill", "sigsegv", "abort"])}
     slow = {"slow_start": round(random.uniform(0.1, 0.3), 2)} if random.random() < 0.2 else {}
+    late = random.choice([0, 0, 20])
     if engine == "chaos":
-        options |= slow
+        options |= slow | {"late": late}
         if end == "hang in shutdown":
             options |= {"hang_in": "shutdown", "hang_seconds": 30.0}
         elif end == "die in shutdown":
@@ -277,9 +278,9 @@ def _config(random: Random, engine: str, end: str) -> EngineConfig:
             startup_timeout=30.0,
             shutdown_timeout=1.0 if end == "hang in shutdown" else 5.0,
             stall_timeout=round(random.uniform(1.0, 1.3), 2),
-            stall_action=random.choice(["report", "restart"]),  # type: ignore[arg-type]
+            stall_action=random.choice(["report", "restart"]),
             restart=RestartPolicy.on_failure(restarts, backoff=random.choice([0.01, 0.1]), max_backoff=0.2),
-            in_flight=random.choice(["fail", "resubmit", "resume"]),  # type: ignore[arg-type]
+            in_flight=random.choice(["fail", "resubmit", "resume"]),
             max_resubmits=random.choice([1, 3, 10]),
             max_queued=random.choice([0, 3, 1024, 1024, 1024]),
         ),

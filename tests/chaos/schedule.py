@@ -130,7 +130,12 @@ class _Schedule:
         ledger, plan = self._ledger, self._plan
         if plan.group:
             self._group = await asyncio.to_thread(launch_engines, plan.config)
-        self._side = side = {"llm": LLMSide, "mp": AsyncMPSide, "sync": SyncMPSide}[plan.side](ledger, self._group)
+        sides: dict[str, type[LLMSide | AsyncMPSide | SyncMPSide]] = {
+            "llm": LLMSide,
+            "mp": AsyncMPSide,
+            "sync": SyncMPSide,
+        }
+        self._side = side = sides[plan.side](ledger, self._group)
         await side.start()
         over = asyncio.Event()
         traffic = [
@@ -164,7 +169,7 @@ class _Schedule:
 
     async def _work(self, index: int, over: asyncio.Event) -> None:
         for number, plan in enumerate(requests(self._plan, index)):
-            if over.is_set() or self._side.gone:
+            if over.is_set() or self._over:
                 return
             request = await self._side.request(plan, f"{index}-{number}")
             # A retry comes a little later, and another request not at once: there are enough.
@@ -173,9 +178,13 @@ class _Schedule:
     async def _call(self, index: int, over: asyncio.Event) -> None:
         for plan in calls(self._plan, index):
             await asyncio.sleep(plan.delay)
-            if over.is_set() or self._side.gone:
+            if over.is_set() or self._over:
                 return
             await self._side.make_call(plan)
+
+    @property
+    def _over(self) -> bool:
+        return self._side.gone or self._ledger.loop_closed
 
     async def _ends(self, tasks: Iterable[asyncio.Task[Any]], seconds: float = _PATIENCE) -> None:
         """All of this must end by itself; whatever does not is told of, and cancelled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 import time
@@ -52,6 +53,8 @@ def generate(
         config = EngineConfig(engine=engine, options=parse_options(option or []), parallel=parallel, faults=faults)
         prompt = prompt.encode(errors="replace").decode()  # an argument that is no UTF-8 has lone surrogates
         asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+        # The death of the engine core is what the command itself ends with, and prints.
+        logging.getLogger("outboard.launch").setLevel(logging.CRITICAL)
         status = asyncio.run(_generate(config, asked, params, as_json))
     if status:
         raise typer.Exit(status)

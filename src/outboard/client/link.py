@@ -17,6 +17,7 @@ from outboard.protocol.control import Attach, EngineStatus, identity_of
 from outboard.protocol.shm_pair import SharedMemory
 from outboard.transport.outbox import Outbox
 from outboard.transport.reader import SocketReader
+from outboard.transport.session import front_end_socket
 from outboard.transport.sockets import ZmqContext, ZmqSocket, bind_output, remove_socket_file
 
 __all__ = ["LONGEST", "QUIET", "Link"]
@@ -71,7 +72,7 @@ class Link:
         self._pending = pending
         self._listener = listener
         self._counters = counters
-        self._address = f"ipc://{directory}/out-{secrets.token_hex(4)}"
+        self._address = front_end_socket(directory, "out")
         self._socket = bind_output(context, self._address, transport)
         self._memory = SharedMemory.offer(transport.shared_memory_limit)
         encoder = MsgpackEncoder(transport.inline_bytes, transport.shared_memory_bytes, self._memory.pool)

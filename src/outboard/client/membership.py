@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,6 +51,7 @@ from outboard.protocol.messages import (
 )
 from outboard.protocol.tensors import Buffer
 from outboard.transport.reader import SocketReader
+from outboard.transport.session import front_end_socket
 from outboard.transport.sockets import (
     ZmqContext,
     bind_input,
@@ -136,7 +136,7 @@ class Membership:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder: MsgpackDecoder[Any] = MsgpackDecoder(Welcome | EngineStatus | Attached | Refused)
         self._launcher_fd = -1 if owner else _pidfd_of_launcher(addresses)
-        self._input_address = f"ipc://{addresses.directory}/in-{secrets.token_hex(4)}"
+        self._input_address = front_end_socket(addresses.directory, "in")
         self._input = bind_input(context, self._input_address, config.transport)
         self._control = connect_control(context, addresses.control_address)
         self._control_reader = SocketReader(self._control, self._on_control)

@@ -89,6 +89,8 @@ class Moves:
         """
         journal = self._pending.journal
         for handle, one in journal.waiting() if journal is not None else ():
+            if handle not in self._pending.request_ids:
+                continue  # whoever was just told of another has aborted it
             link = route(one.request)
             if link is not None:
                 self._send(link, handle, one)
@@ -102,11 +104,12 @@ class Moves:
             self._end(rank, lost, cause)
 
     def _send(self, link: Link, handle: int, one: InFlight) -> None:
-        request = one.to_send()
-        if one.tokens and request.sampling_params.max_tokens == 0:
+        limit = one.request.sampling_params.max_tokens
+        if limit is not None and len(one.tokens) >= limit:
             # All of it had come, only its end had not.
             self._deliver(link, handle, finished=[(0, "length", None)])
             return
+        request = one.to_send()
         one.sent = True
         self._pending.move_request(handle, link.status.rank)
         try:

@@ -74,6 +74,11 @@ class Launcher:
         self.creator = os.getpid()
         self.thread = threading.Thread(target=self._run, name="outboard-launcher", daemon=True)
 
+    def __del__(self) -> None:
+        # Where nobody joins, since it was abandoned: now that nobody refers to it, nobody is about to write.
+        if getattr(self, "_wake_fd", -1) >= 0:
+            os.close(self._wake_fd)
+
     # --- for other threads ---
 
     def stop(self, timeout: float) -> None:
@@ -184,7 +189,7 @@ class Launcher:
             if isinstance(what, EngineRank):
                 self._on_exit(what, now)
             elif isinstance(what, FrontEnd):
-                what.remove_files()
+                self._session.remove_sockets_of(what.pid)
                 self.desk.detach(what)
         for rank in self._ranks:
             before = rank.supervisor.state, rank.supervisor.incarnation
@@ -230,5 +235,3 @@ class Launcher:
         self.desk.close()
         self._context.term()
         self._session.remove()
-        if self._abandoned:
-            self._close_wake()

@@ -57,6 +57,7 @@ class EngineRank:
         self._told: ErrorReport | None = None
         self._timed_out: HandshakeState | None = None  # how far it had come when its start-up took too long
         self._ready: Ready | None = None
+        self._last_ready: Ready | None = None  # of the latest incarnation that was
         self._death: EngineDeath | None = None
         self._stall: StallReport | None = None
         self.supervisor = RankSupervisor(faults.restart)
@@ -82,7 +83,7 @@ class EngineRank:
 
     def status(self, version: int) -> EngineStatus:
         """What front ends are told."""
-        ready, supervisor = self._ready, self.supervisor
+        ready, last, supervisor = self._ready, self._last_ready, self.supervisor
         serving = supervisor.state in (EngineState.READY, EngineState.STALLED) and ready is not None
         return EngineStatus(
             version,
@@ -90,8 +91,8 @@ class EngineRank:
             supervisor.incarnation,
             supervisor.state,
             pid=self._pid,
-            info=ready.info if ready is not None else None,
-            typed_utilities=ready.typed_utilities if ready is not None else [],
+            info=last.info if last is not None else None,
+            typed_utilities=last.typed_utilities if last is not None else [],
             death=self._death,
             stall=self._stall,
             progress_fd=ready.progress_fd if serving and ready is not None else -1,
@@ -123,7 +124,7 @@ class EngineRank:
             self.process.identify(handshake.hello.pid, handshake.hello.pgid)
             self._pid = handshake.hello.pid
         if handshake.ready is not None and self._ready is None:
-            self._ready = handshake.ready
+            self._ready = self._last_ready = handshake.ready
             self._deadline = None
             self.supervisor.ready()
         elif handshake.failure is not None:

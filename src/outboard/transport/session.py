@@ -20,11 +20,11 @@ from pathlib import Path
 
 from outboard.errors import ConfigError
 
-__all__ = ["SessionDirectory"]
+__all__ = ["SessionDirectory", "front_end_socket"]
 
 # sun_path of a Unix socket holds 108 bytes with its terminating zero (unix(7)).
 _MAX_SOCKET_PATH = 107
-_LONGEST_NAME = "output-4294967295"
+_LONGEST_NAME = "out-3fffff-012345"
 
 _PREFIX = "outboard-"
 _NAME_LENGTH = len(_PREFIX) + 8  # what mkdtemp makes of it
@@ -56,6 +56,14 @@ class SessionDirectory:
         """The ZeroMQ address of a socket file in this directory."""
         return f"ipc://{self.path / name}"
 
+    def remove_sockets_of(self, pid: int) -> None:
+        """Removes the sockets that a front end left whose process is gone. Never raises."""
+        for path in self.path.glob(f"*-{pid:x}-*"):
+            try:
+                path.unlink()
+            except OSError:
+                pass
+
     def remove(self) -> None:
         """Removes the directory and what is in it; does nothing where it is gone. Never raises."""
         try:
@@ -66,6 +74,11 @@ class SessionDirectory:
             os.close(self._locks.pop())
         except IndexError:
             pass
+
+
+def front_end_socket(directory: str, kind: str) -> str:
+    """A ZeroMQ address in a session's directory for this process, never used before; `kind` is "in" or "out"."""
+    return f"ipc://{directory}/{kind}-{os.getpid():x}-{secrets.token_hex(3)}"
 
 
 def _make_directory() -> tuple[Path, int]:
