@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean
+# Schedules of `make chaos`; with SEED=123 that one alone, and what it does.
+SEEDS ?= 200
+
+.PHONY: demo test test-slow chaos lint bench clean
 
 ## Install, fetch the small model, and stream an answer of it through an engine-core process.
 demo: .venv/demo
@@ -12,6 +15,14 @@ demo: .venv/demo
 ## Install, lint, type-check, run all tests.
 test: .venv/dev lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report=term
+
+## The tests that take minutes.
+test-slow: .venv/dev
+	$(BIN)/python -m pytest -m slow
+
+## Faults drawn from seeds against live traffic, and a table of what was survived; see tests/chaos.
+chaos: .venv/dev
+	PYTHONPATH=tests $(BIN)/python -m chaos $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 lint: .venv/dev
 	$(BIN)/ruff format --check .
