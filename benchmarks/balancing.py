@@ -1,11 +1,11 @@
 """Balancing policies in simulation: how long requests wait, how unequal the ranks' queues get, what a choice costs.
 
-Each policy meets the same requests: random arrivals with lengths by Zipf's law, with bursts in between, over front
-ends that hear of the ranks' load every 100 ms: at once, late with losses and repeats, or never. "one queue" is the
-ideal: no rank idles while a request waits.
+Each policy meets the same requests: random arrivals with lengths by Zipf's law, and with --burst so many at once in
+their middle, over front ends that hear of the ranks' load every 100 ms: at once, late with losses and repeats, or
+never. "one queue" is the ideal: no rank idles while a request waits.
 
     python -m benchmarks.balancing [--requests 20000] [--ranks 4] [--slots 64] [--clients 1 3] [--load 0.95]
-                                   [--plot FILE.svg|png] [--json FILE]
+                                   [--burst N] [--prefixes] [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
@@ -33,13 +33,18 @@ NEWS = {
 
 
 def make_workload(args: argparse.Namespace, clients: int) -> list[Arrival]:
-    """Steady arrivals, and a burst of one request a slot in their middle."""
+    """Steady arrivals, and a burst in their middle."""
     arrivals = make_arrivals(
-        Random(args.seed), count=args.requests, ranks=args.ranks, slots=args.slots, load=args.load, clients=clients,
+        Random(args.seed),
+        count=args.requests,
+        ranks=args.ranks,
+        slots=args.slots,
+        load=args.load,
+        clients=clients,
         prefixes=200 if args.prefixes else 0,
-    )  # fmt: skip
-    middle = arrivals[len(arrivals) // 2].time
-    return sorted(arrivals + make_burst(args.ranks * args.slots, clients=clients, time=middle), key=lambda a: a.time)
+    )
+    burst = make_burst(args.burst, clients=clients, time=arrivals[len(arrivals) // 2].time)
+    return sorted(arrivals + burst, key=lambda arrival: arrival.time)
 
 
 def share_of(times: list[float], share: float) -> float:
@@ -113,19 +118,20 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64, help="requests that a rank works on at once")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--load", type=float, default=0.95, help="share of all slots in use on average")
+    parser.add_argument("--burst", type=int, default=0, help="requests at once in the middle")
     parser.add_argument("--prefixes", action="store_true", help="prompts that share 200 beginnings")
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--plot", metavar="FILE", help="draw queue lengths over time; .svg or .png, by matplotlib")
     parser.add_argument("--json", metavar="FILE", help="write every measurement here")
     args = parser.parse_args()
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        sys.exit("--plot needs matplotlib: pip install matplotlib")
+        sys.exit("--plot needs matplotlib: pip install 'outboard[plots]'")
     measured: dict[str, Any] = {}
     for clients in args.clients:
         rows, shown = measure(args, clients)
         measured[f"clients={clients}"] = rows
         show(
-            f"{clients} front ends, {args.ranks} ranks of {args.slots} slots, load {args.load:g}",
+            f"Front ends: {clients}; {args.ranks} ranks of {args.slots} slots, load {args.load:g}",
             ["policy", "news", "p50 queue s", "p99", "to one queue", "max imbalance", "mean", "cached", "hit rate"],
             [
                 [
