@@ -25,8 +25,6 @@ class ClientWaves:
         next_due: when to ask `due` again; infinite: not before the next call of something else.
     """
 
-    __slots__ = ("_repeat_after", "_version", "current_wave", "engines_running", "group", "next_due", "paused")
-
     def __init__(self, repeat_after: float = 0.25) -> None:
         self.group = -1
         self.current_wave = 0

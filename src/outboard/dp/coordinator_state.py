@@ -75,8 +75,6 @@ class LoadBoard:
         coordinator: incarnation of the coordinator.
     """
 
-    __slots__ = ("_busy_interval", "_changed", "_coordinator", "_due", "_idle_interval", "_incarnations", "_loads", "_members", "_published", "_published_at", "_sequence", "_wave")  # fmt: skip
-
     def __init__(self, coordinator: int = 0, *, busy_interval: float = 0.1, idle_interval: float = 5.0) -> None:
         if not 0 <= busy_interval <= idle_interval:
             raise ValueError(f"0 <= busy_interval <= idle_interval must hold, not {busy_interval}, {idle_interval}")

@@ -42,8 +42,6 @@ class RankWaves:
         steps: steps taken in this wave.
     """
 
-    __slots__ = ("_coordinator", "_interval", "_until_sync", "_woken", "control", "group", "phase", "rank", "size", "steps", "wave")  # fmt: skip
-
     def __init__(self, rank: int, size: int, *, group: int = 0, coordinator: int = 0, sync_interval: int = 32) -> None:
         if sync_interval < 1:
             raise ValueError(f"sync_interval must be at least 1, not {sync_interval}")
@@ -76,7 +74,7 @@ class RankWaves:
         return RankReport(self.group, self._coordinator, self.size, self.rank, self.wave, self.phase, self.control)
 
     def update(self, has_work: bool) -> RankReport | None:
-        """Wakes this rank if it has to; for whenever its work may have changed. Returns the report to send if it woke."""
+        """Wakes this rank if it has to; for whenever its work may have changed. Returns the report of that."""
         return self.report() if self._wake(has_work) else None
 
     def start(self, message: StartWave) -> RankReport | None:
@@ -90,7 +88,6 @@ class RankWaves:
         if message.wave > self.wave + (self.phase is not Phase.IDLE):
             where = f"rank {self.rank}, {self.phase.name} in wave {self.wave},"
             raise ProtocolError(f"{where} is to start wave {message.wave}")
-        self.control = max(self.control, message.control)
         self._woken = max(self._woken, message.wave)
         return self.update(False)
 

@@ -118,7 +118,7 @@ def make_arrivals(
     rate = load * ranks * slots / (sum(lengths) / count * TOKEN_TIME)
     beginnings = [tuple(rng.choices(range(32000), k=prefix_tokens)) for _ in range(prefixes)]
     popular = list(accumulate(1 / n for n in range(1, prefixes + 1)))
-    arrivals = []
+    arrivals: list[Arrival] = []
     time = 0.0
     for tokens in lengths:
         time += rng.expovariate(rate)

@@ -29,8 +29,6 @@ class WaveCoordinator:
         incarnation: how often the coordinator has been started before.
     """
 
-    __slots__ = ("_commanded", "_control", "_group", "_numbers", "_reports", "_size", "_started", "_told", "_wave", "incarnation")  # fmt: skip
-
     def __init__(self, incarnation: int = 0) -> None:
         self.incarnation = incarnation
         self._group = -1
@@ -134,4 +132,4 @@ class WaveCoordinator:
         awake = {r.rank for r in self._reports.values() if r.wave == self._wave and r.phase is not Phase.IDLE}
         ranks = self._reports.keys() - awake - self._told
         self._told |= ranks
-        return [(rank, StartWave(self._group, self._wave, self._control)) for rank in sorted(ranks)]
+        return [(rank, StartWave(self._group, self._wave)) for rank in sorted(ranks)]

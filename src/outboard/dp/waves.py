@@ -121,7 +121,6 @@ class StartWave(msgspec.Struct, array_like=True, tag="start_wave", frozen=True, 
 
     group: int
     wave: int
-    control: int
 
 
 class SetControl(msgspec.Struct, array_like=True, tag="set_control", frozen=True, gc=False):
