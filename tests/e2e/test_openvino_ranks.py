@@ -26,10 +26,8 @@ def test_two_ranks_serve_a_mixed_load() -> None:
             async def one(index: int) -> tuple[int, int]:
                 params = SamplingParams(max_tokens=4 + index % 9, temperature=0.0, ignore_eos=True)
                 prompt = f"{index} is a number, and" * (1 + index % 4)
-                last = None
-                async for last in llm.generate(prompt, params):
-                    pass
-                assert last is not None and last.finished
+                last = [output async for output in llm.generate(prompt, params)][-1]
+                assert last.finished
                 return len(last.outputs[0].token_ids), params.max_tokens or 0
 
             tasks = [asyncio.create_task(one(index)) for index in range(24)]

@@ -89,7 +89,8 @@ async def _generate(config: EngineConfig, prompt: Prompt, params: SamplingParams
     first = last.metrics.time_to_first_token if last.metrics else None
     print(
         f"{len(token_ids)} tokens, {len(token_ids) / seconds:.1f} tokens/s, "
-        f"first after {(first or 0) * 1000:.0f} ms, finish reason {completion.finish_reason}, engine pid {', '.join(map(str, pids))}",
+        f"first after {(first or 0) * 1000:.0f} ms, finish reason {completion.finish_reason}, "
+        f"engine pid {', '.join(map(str, pids))}",
         file=sys.stderr,
     )
     return signals.exit_status

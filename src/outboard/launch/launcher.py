@@ -178,6 +178,8 @@ class Launcher:
         now = time.monotonic()
         timeout = max(0.0, min(dues) - now) if dues else None
         ready = self._control.wait(list(watched), timeout)
+        if self._abandoned:
+            return  # what ends now ends by our own hand
         now = time.monotonic()
         self.desk.take_all(now)
         if cancel_fd is not None and cancel_fd in ready:
