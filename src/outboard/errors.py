@@ -151,7 +151,7 @@ class EngineStalledError(OutboardError):
         rank, incarnation: which one.
         age: seconds since it last gave a sign of progress.
         process: what the system says of it: "stopped", "blocked", "running", "sleeping" or "gone".
-        stack: its Python stacks; "" where it could not give any.
+        stack: its Python stack; "" where it could not give any.
     """
 
     def __init__(

@@ -222,7 +222,7 @@ class FakeLauncher:
             reader.close()
 
     def stacks(self) -> str:
-        """Its Python stacks; the main thread's come last."""
+        """Its Python stack."""
         path = Path(f"/proc/{self.process.pid}/fd/{self.ready.stack_fd}")
         os.truncate(path, 0)
         os.kill(self.process.pid, self.ready.stack_signal)

@@ -52,6 +52,7 @@ class AsyncMPClient(MPClient):
         self.outputs_queue: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
         super().__init__(config, addresses=addresses, client_index=client_index, cancel_fd=cancel_fd)
         self._reading_ended = False
+        self._ending = threading.RLock()  # guards the end: without a running loop, threads may come to it at once
         self._resources.stop_tasks = self._delivery.detach
         if _running_loop() is not None:
             self._ensure_output_queue_task()
@@ -273,10 +274,11 @@ class AsyncMPClient(MPClient):
         self._on_loop(self._end_reading)
 
     def _end_reading(self) -> None:
-        self._membership.fail(self._closed_error())
-        self._delivery.detach()
-        self._membership.stop_reading()
-        self._reading_ended = True
+        with self._ending:
+            self._membership.fail(self._closed_error())
+            self._delivery.detach()
+            self._membership.stop_reading()
+            self._reading_ended = True
 
     def _on_loop(self, function: Callable[[], None]) -> None:
         """Calls `function` on the loop and waits, if that runs in another thread; else here."""

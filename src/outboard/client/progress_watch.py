@@ -14,7 +14,7 @@ __all__ = ["ProgressWatch"]
 
 # How often to look, seconds; a look takes some microseconds, and there is none while nothing waits.
 _INTERVAL = 0.25
-# How long a process may take to dump its stacks, seconds.
+# How long a process may take to dump its stack, seconds.
 _STACK_GRACE = 0.2
 
 

@@ -81,8 +81,10 @@ class StallWatch:
         return age
 
     def ask_for_stack(self) -> None:
-        """Has the process dump its Python stacks; `report` finds them a moment later, unless it is stopped."""
+        """Has the process dump its Python stack; `report` finds it a moment later, unless it is stopped."""
         self._stack_from = os.fstat(self._stack_fd).st_size
+        if self._process()[0] == "stopped":
+            return  # the signal would wait, and hit it at work once it goes on
         try:
             signal.pidfd_send_signal(self._pidfd, self._stack_signal)
         except (OSError, ValueError):

@@ -71,4 +71,5 @@ class SyncMPClient(SyncClient, MPClient):
             self._membership.fail(self._closed_error())
         self._loop.stop()
         self._loop.join(_JOIN_TIMEOUT)
-        self._membership.stop_reading()
+        with self._lock:
+            self._membership.stop_reading()

@@ -94,7 +94,7 @@ class StallReport(msgspec.Struct, array_like=True, frozen=True):
         process: what the system says of the process: "stopped", "blocked", "running" (it burns CPU), "sleeping" (it
             waits for something) or "gone".
         cpu: share of a core that it used meanwhile.
-        stack: its Python stacks; "" where it could not give any.
+        stack: its Python stack; "" where it could not give any.
     """
 
     age: float
