@@ -26,9 +26,12 @@ class Waves(RuleBasedStateMachine):
         interval=st.integers(1, 3),
         steps=st.integers(1, 4),
         blocking=st.booleans(),
+        settled=st.booleans(),
     )
-    def begin(self, size: int, clients: int, interval: int, steps: int, blocking: bool) -> None:
+    def begin(self, size: int, clients: int, interval: int, steps: int, blocking: bool, settled: bool) -> None:
         self.world = World(size, clients, interval, steps, blocking)
+        if settled:
+            self.world.settle()
 
     def one_of(self, actions: list[Action], index: int) -> None:
         if actions:

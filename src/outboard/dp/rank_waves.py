@@ -27,6 +27,7 @@ class RankWaves:
             REDUCE: send(waves.reduced(reduce(waves.vote(engine.has_work())), engine.has_work()))
             STEP:   engine.step(...) or engine.execute_dummy_batch(); waves.stepped()
 
+    The first thing that it sends is `report()`, before it takes a request; and that again to each new coordinator.
     Reports go to the coordinator, in order, *before* anything that may block. A reduction may block; one that does not
     lets messages be taken meanwhile. A rank of a restarted group gets a new object.
 

@@ -61,11 +61,13 @@ class WaveCoordinator:
 
     @property
     def pause_complete(self) -> bool:
-        """Whether every rank has said that it rests and knows of the pause, and none has been woken since."""
+        """Whether every rank has said that it rests and knows of the pause: no step is taken until `resume`.
+
+        A rank that was sent a `StartWave` before the pause takes it first, and is in a later wave when it says so.
+        """
         return (
             self.paused
             and 0 < self._size == len(self._reports)
-            and not self._started
             and all(
                 (r.wave, r.phase, r.control) == (self._wave, Phase.IDLE, self._control) for r in self._reports.values()
             )
