@@ -221,14 +221,18 @@ class OutputSender:
 
 
 class ControlServer:
-    """The launcher's end of the control channel: a ROUTER."""
+    """The launcher's end of the control channel, or a hub such as a coordinator: a ROUTER.
+
+    Args:
+        high_water_mark: messages held for each peer; what exceeds them is dropped silently. 0: no limit.
+    """
 
     @_os_errors()
-    def __init__(self, context: ZmqContext, address: str) -> None:
+    def __init__(self, context: ZmqContext, address: str, high_water_mark: int = 0) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_CONTROL_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # else a ROUTER drops silently what a slow peer has not taken
+        self._socket.setsockopt(zmq.SNDHWM, high_water_mark)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
 
