@@ -21,7 +21,16 @@ from outboard.engine.calls import convert_arguments
 from outboard.engine.client import Client
 from outboard.engine.controls import Controls
 from outboard.engine.core import EngineCore, OutputBatch, no_such_utility, utility_methods
-from outboard.engine.events import BadCall, BadRequest, ClientJoined, ClientLeft, DeferredResult, Stop
+from outboard.engine.events import (
+    BadCall,
+    BadRequest,
+    ClientJoined,
+    ClientLeft,
+    CoordinatorJoined,
+    DeferredResult,
+    Stop,
+)
+from outboard.engine.load_reports import LoadReporter, Mouth
 from outboard.engine.outgoing import describe, error_report
 from outboard.errors import InvalidRequestError, ProtocolError, UtilityNotFoundError
 from outboard.protocol.messages import (
@@ -60,9 +69,18 @@ class BusyLoop:
             from one) and by deferred results.
         page: where to give signs of life.
         rank: stamped on every message.
+        incarnation: of this engine core; for a coordinator.
     """
 
-    def __init__(self, engine: EngineCore, inbox: SimpleQueue[Any], page: ProgressPage, *, rank: int = 0) -> None:
+    def __init__(
+        self,
+        engine: EngineCore,
+        inbox: SimpleQueue[Any],
+        page: ProgressPage,
+        *,
+        rank: int = 0,
+        incarnation: int = 0,
+    ) -> None:
         self._engine = engine
         self._inbox = inbox
         self._page = page
@@ -80,11 +98,15 @@ class BusyLoop:
         self._retry_after: float | None = None  # while some client takes nothing
         self._stats = SchedulerStats()  # the engine's own may change in its hands
         self._stats_due = 0.0
+        self._coordinator: Mouth | None = None
+        self._loads = LoadReporter(rank, incarnation)
+        self._load_after: float | None = None  # while the coordinator is to be told of a load later
         self._stop_by = 0.0
         self._events: dict[type, Callable[[Any], None]] = {
             tuple: self._on_message,
             ClientJoined: self._on_joined,
             ClientLeft: self._on_left,
+            CoordinatorJoined: self._on_coordinator,
             DeferredResult: self._on_deferred,
             Stop: self._on_stop,
         }
@@ -147,13 +169,16 @@ class BusyLoop:
         for client in self._clients.values():
             client.port.close(linger_ms)
         self._clients.clear()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     # --- input ---
 
     def _wait(self, timeout: float | None) -> None:
         """Takes what comes, or returns when it is time to try again to send."""
-        if self._retry_after is not None:
-            timeout = self._retry_after if timeout is None else min(timeout, self._retry_after)
+        for after in (self._retry_after, self._load_after):
+            if after is not None:
+                timeout = after if timeout is None else min(timeout, after)
         try:
             event = self._inbox.get(timeout=timeout)
         except Empty:
@@ -190,6 +215,12 @@ class BusyLoop:
             return
         client.port.close(0)
         self._drop(list(client.columns.open.values()))
+
+    def _on_coordinator(self, joined: CoordinatorJoined) -> None:
+        if self._coordinator is not None:
+            self._coordinator.close()
+        self._coordinator = joined.mouth
+        self._loads.joined()
 
     def _on_stop(self, stop: Stop) -> None:
         if self._state is _State.RUNNING:
@@ -288,7 +319,7 @@ class BusyLoop:
     # --- load ---
 
     def _report_stats(self, now: float, busy: bool) -> None:
-        """To all clients, at intervals and when idle; in between to those that are sent something anyway."""
+        """To the coordinator, or to all clients at intervals and when idle; to those that are sent something anyway."""
         self._batch.ended = False
         stats = self._controls.stats()
         if stats != self._stats:
@@ -296,6 +327,13 @@ class BusyLoop:
         everyone = not busy or now >= self._stats_due
         if everyone:
             self._stats_due = now + _STATS_INTERVAL
+        if self._coordinator is not None:
+            self._load_after = self._loads.report(now, self._stats, self._by_client, self._coordinator)
+            everyone = False
         for client in self._clients.values():
             if everyone or client.columns.handles:
                 client.outgoing.report(self._stats)
+
+    def _by_client(self) -> dict[int, int]:
+        """Open requests by client index."""
+        return {one.client_index: len(one.columns.open) for one in self._clients.values() if one.columns.open}

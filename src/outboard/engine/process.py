@@ -66,7 +66,7 @@ def main() -> int:
             control.send(msgspec.msgpack.encode(Failed(environment.session_token, error_report(error))))
             return 1
         inbox: SimpleQueue[Any] = SimpleQueue()
-        loop = BusyLoop(engine, inbox, page, rank=init.rank)
+        loop = BusyLoop(engine, inbox, page, rank=init.rank, incarnation=init.incarnation)
         signal.signal(signal.SIGTERM, lambda signum, frame: inbox.put(Stop()))
         # What start-up made stays for ever: the garbage collector need not look at it again and again.
         gc.collect()

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 
 from outboard.config import EngineConfig
 from outboard.errors import ClientClosedError, EngineDeadError
+from outboard.launch.coordinator import CoordinatorKeeper
 from outboard.launch.desk import ControlDesk
 from outboard.launch.frontends import FrontEnd
 from outboard.launch.rank import EngineRank
@@ -69,7 +70,8 @@ class Launcher:
         self._abandoned = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()  # guards closing it; not taken by `abandon`, after which nobody calls
-        self.desk = ControlDesk(control, session.token, self._ranks, config.faults)
+        self._coordinator = CoordinatorKeeper(session, control_address)
+        self.desk = ControlDesk(control, session.token, self._ranks, config.faults, self._coordinator)
         self.started: Future[None] = Future()
         self.creator = os.getpid()
         self.thread = threading.Thread(target=self._run, name="outboard-launcher", daemon=True)
@@ -82,6 +84,15 @@ class Launcher:
         self._stop_by = stop_by if self._stop_by is None else min(self._stop_by, stop_by)
         with self._wake_lock:
             self._wake()
+
+    @property
+    def coordinator(self) -> dict[str, int | None] | None:
+        """The coordinator's pid, None between two, and its incarnation; None: there is none."""
+        keeper = self._coordinator
+        if keeper.incarnation < 0:
+            return None
+        ready, process = keeper.place is not None, keeper.process
+        return {"incarnation": keeper.incarnation, "pid": process.engine_pid if ready and process is not None else None}
 
     def join(self, timeout: float) -> None:
         """Waits for the thread's end, `timeout` seconds at most."""
@@ -97,6 +108,9 @@ class Launcher:
         for rank in self._ranks:
             if rank.process is not None:
                 rank.process.release()
+        coordinator = self._coordinator.process
+        if coordinator is not None:
+            coordinator.release()
         self._wake()
 
     def _wake(self) -> None:
@@ -117,6 +131,8 @@ class Launcher:
             now = time.monotonic()
             for rank in self._ranks:
                 rank.start(now)
+            if self._config.parallel.needs_coordinator:
+                self._coordinator.start(now)
             while not self._over():
                 self._turn()
         except BaseException as error:
@@ -137,6 +153,9 @@ class Launcher:
         if self._abandoned:
             return True
         running = any(rank.process is not None for rank in self._ranks)
+        if self._coordinator.wanted and self._stop_seen is not None and not running:
+            self._coordinator.stop(time.monotonic())  # behind the ranks
+        running = running or self._coordinator.process is not None
         if not self.started.done():
             return self._look_at_start(running)
         return self._stop_seen is not None and not running
@@ -149,27 +168,34 @@ class Launcher:
         if failure is None and self._cancel_fd == -1:
             failure = StartCancelled()
         if failure is None:
-            if all(rank.supervisor.state is EngineState.READY for rank in self._ranks):
+            failure = self._coordinator.failure
+        if failure is None:
+            coordinated = not self._coordinator.wanted or self._coordinator.place is not None
+            if coordinated and all(rank.supervisor.state is EngineState.READY for rank in self._ranks):
                 self.started.set_result(None)
             return False
         if running:
             for rank in self._ranks:
                 rank.supervisor.stop()
                 rank.kill(time.monotonic())
+            self._coordinator.stop(time.monotonic())
             return False
         self._release()  # before anybody hears of the failure
         self.started.set_exception(failure)
         return True
 
     def _turn(self) -> None:
-        watched: dict[int, EngineRank | FrontEnd | None] = {self._wake_fd: None}
+        coordinator = self._coordinator
+        watched: dict[int, EngineRank | FrontEnd | CoordinatorKeeper | None] = {self._wake_fd: None}
         watched |= {rank.process.sentinel: rank for rank in self._ranks if rank.process is not None}
         watched |= {one.pidfd: one for one in self.desk.front_ends if one.pidfd >= 0}
+        if coordinator.process is not None:
+            watched[coordinator.process.sentinel] = coordinator
         starting = not self.started.done() and self._cancel_fd is not None and self._cancel_fd >= 0
         cancel_fd = self._cancel_fd if starting else None
         if cancel_fd is not None:
             watched[cancel_fd] = None
-        dues = [rank.due for rank in self._ranks if rank.due is not None]
+        dues = [due for due in (*(rank.due for rank in self._ranks), coordinator.due) if due is not None]
         now = time.monotonic()
         timeout = max(0.0, min(dues) - now) if dues else None
         ready = self._control.wait(list(watched), timeout)
@@ -186,6 +212,9 @@ class Launcher:
             elif isinstance(what, FrontEnd):
                 what.remove_files()
                 self.desk.detach(what)
+            elif isinstance(what, CoordinatorKeeper):
+                what.exited(now)
+        coordinator.tick(now)
         for rank in self._ranks:
             before = rank.supervisor.state, rank.supervisor.incarnation
             rank.tick(now)
@@ -224,6 +253,7 @@ class Launcher:
             process, rank.process = rank.process, None
             if process is not None:
                 process.abandon()
+        self._coordinator.abandon()
 
     def _release(self) -> None:
         """Gives everything back. Idempotent."""

@@ -75,6 +75,11 @@ class EngineRank:
         return self._pid
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the incarnation that runs has said READY."""
+        return self._ready is not None and self.process is not None
+
+    @property
     def due(self) -> float | None:
         """When to call `tick`; None: not before something else happens."""
         times = [time for time in (self._deadline, self.supervisor.restart_at) if time is not None]

@@ -1,0 +1,145 @@
+"""The coordinator's end, and its return: nobody's requests know of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from outboard import (
+    AsyncLLM,
+    DPLBAsyncMPClient,
+    EngineConfig,
+    EngineCoreRequest,
+    ParallelConfig,
+    SamplingParams,
+    launch_engines,
+)
+from outboard.launch.group import EngineGroup
+from support import Run
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+ALPHABET = [97 + i % 26 for i in range(5000)]
+
+
+def config(engine: str = "mock", ranks: int = 3, front_ends: int = 2, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        engine=engine,
+        options=options or {"step_ms": 2.0},
+        parallel=ParallelConfig(data_parallel_size=ranks, client_count=front_ends),
+    )
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    async with asyncio.timeout(15):
+        while not (value := condition()):
+            await asyncio.sleep(0.005)
+        return value
+
+
+async def read(llm: AsyncLLM, count: int) -> list[int]:
+    got: list[int] = []
+    async for output in llm.generate([1], SamplingParams(max_tokens=count, output_kind="delta", detokenize=False)):
+        got += output.outputs[0].token_ids
+    return got
+
+
+def dplb(llm: AsyncLLM) -> DPLBAsyncMPClient:
+    assert isinstance(llm.client, DPLBAsyncMPClient)
+    return llm.client
+
+
+def hears(llm: AsyncLLM) -> int:
+    """The incarnation of the coordinator whose publications this front end has last heard."""
+    return dplb(llm)._table._version[0]
+
+
+async def kill_coordinator(group: EngineGroup, *llms: AsyncLLM) -> None:
+    """Kills it, and waits until its successor is heard by all."""
+    facts = await until(lambda: (group.stats()["coordinator"] or {}).get("pid") and group.stats()["coordinator"])
+    os.kill(facts["pid"], signal.SIGKILL)
+    for llm in llms:
+        await until(lambda llm=llm: hears(llm) == facts["incarnation"] + 1)
+
+
+@pytest.mark.parametrize("engine", ["mock"])
+def test_killed_under_load_no_request_fails(run: Run, engine: str) -> None:
+    async def main() -> None:
+        group = await asyncio.to_thread(launch_engines, config(engine))
+        try:
+            async with (
+                AsyncLLM(addresses=group.addresses, client_index=0) as one,
+                AsyncLLM(addresses=group.addresses, client_index=1) as other,
+            ):
+                counts = [100 + 37 * index % 900 for index in range(60)]
+                tasks = [asyncio.create_task(read(llm, count)) for count in counts for llm in (one, other)]
+                await until(lambda: hears(one) == 0)
+                for _ in range(2):
+                    await kill_coordinator(group, one, other)
+                    more = [asyncio.create_task(read(llm, 30)) for llm in (one, other)]
+                    assert await asyncio.gather(*more) == [ALPHABET[:30]] * 2
+                assert await asyncio.gather(*tasks) == [ALPHABET[:count] for count in counts for _ in range(2)]
+                assert not one.client.stats()["dropped"]
+        finally:
+            await asyncio.to_thread(group.shutdown)
+        assert group.stats()["coordinator"]["incarnation"] == 2
+
+    run(main())
+
+
+def test_front_ends_hear_of_each_others_load(run: Run) -> None:
+    """One loads a rank; the other, which has sent nothing, avoids it."""
+
+    async def main() -> None:
+        group = await asyncio.to_thread(launch_engines, config(ranks=2, step_ms=20.0))
+        try:
+            async with (
+                AsyncLLM(addresses=group.addresses, client_index=0) as one,
+                AsyncLLM(addresses=group.addresses, client_index=1) as other,
+            ):
+                for index in range(20):
+                    request = EngineCoreRequest(request_id=f"r{index}", prompt_token_ids=[1], data_parallel_rank=0)
+                    request.sampling_params.max_tokens = 5000
+                    one.client.add_request(request)
+                await until(lambda: dplb(other)._table.loads[0] >= 20)
+                tasks = [asyncio.create_task(read(other, 5)) for _ in range(8)]
+                await until(lambda: other.client.stats()["requests"] == 8)
+                assert dplb(other).lb_engines == {0: 0, 1: 8}
+                await asyncio.gather(*tasks)
+        finally:
+            await asyncio.to_thread(group.shutdown)
+
+    run(main())
+
+
+def test_no_message_of_load_alone_where_there_is_a_coordinator(run: Run) -> None:
+    async def main() -> None:
+        group = await asyncio.to_thread(launch_engines, config())
+        try:
+            async with (
+                AsyncLLM(addresses=group.addresses, client_index=0) as one,
+                AsyncLLM(addresses=group.addresses, client_index=1) as idle,
+            ):
+                await until(lambda: hears(one) == hears(idle) == 0)
+                before = idle.client.stats()["received"]
+                await asyncio.gather(*(read(one, 100) for _ in range(30)))
+                await until(lambda: sum(dplb(idle)._table.loads) == 0)
+                assert idle.client.stats()["received"] == before
+        finally:
+            await asyncio.to_thread(group.shutdown)
+
+    run(main())
+
+
+def test_it_ends_with_the_launcher(short_tmp: Any) -> None:
+    group = launch_engines(config())
+    process = psutil.Process(group.stats()["coordinator"]["pid"])
+    assert "outboard.dp.coordinator" in process.cmdline()
+    group.shutdown()
+    assert not process.is_running()
