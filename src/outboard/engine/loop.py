@@ -87,7 +87,7 @@ class BusyLoop:
         self._rank = rank
         self._clients: dict[int, Client] = {}  # by epoch
         self._batch = OutputBatch()
-        self._controls = Controls(engine, self._batch, self._admit)
+        self._controls = self._make_controls()
         self._utilities: dict[str, Callable[..., Any]] = {
             **{name: getattr(engine, name) for name in utility_methods(engine)},
             **self._controls.utilities,
@@ -118,6 +118,9 @@ class BusyLoop:
             BadCall: self._refuse_call,
         }
 
+    def _make_controls(self) -> Controls:
+        return Controls(self._engine, self._batch, self._admit)
+
     def run(self) -> None:
         """Runs until stopped. An exception of the engine's `step` passes through: its state is then unknown."""
         while self._state is not _State.STOPPED:
@@ -129,19 +132,13 @@ class BusyLoop:
         Args:
             timeout: how long to wait, seconds; None: until something comes.
         """
-        engine = self._engine
         controls = self._controls
-        page = self._page
         if self._idle:
             self._wait(timeout)
         elif not self._inbox.empty():
             self._take(self._inbox.get_nowait())
-        busy = self._state is _State.RUNNING and not controls.frozen and engine.has_work()
-        if busy:
-            engine.step(self._batch)
-            now = page.stepped()
-        else:
-            now = time.monotonic()
+        busy = self._advance()
+        now = time.monotonic()
         if controls.paused:
             controls.after_step()
         if not busy or self._batch.ended or now >= self._stats_due:
@@ -155,9 +152,31 @@ class BusyLoop:
         self._idle = not busy
         if busy:
             return
-        page.alive(FROZEN if controls.frozen else IDLE)
-        if self._state is _State.STOPPING and (now > self._stop_by or retry_after is None):
+        self._page.alive(FROZEN if self._is_frozen else IDLE)
+        if self._stopping and self._may_stop and (now > self._stop_by or retry_after is None):
             self._state = _State.STOPPED
+
+    def _advance(self) -> bool:
+        """Steps, if there is work; whether to go on without waiting for something to come."""
+        if self._state is not _State.RUNNING or self._controls.frozen or not self._engine.has_work():
+            return False
+        self._engine.step(self._batch)
+        self._page.stepped()
+        return True
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether no step is to be expected."""
+        return self._controls.frozen
+
+    @property
+    def _stopping(self) -> bool:
+        return self._state is not _State.RUNNING
+
+    @property
+    def _may_stop(self) -> bool:
+        """Whether nobody waits for this engine core."""
+        return True
 
     def report_death(self, report: ErrorReport) -> None:
         """Tells every client, as the last, what ends this engine core."""

@@ -205,8 +205,16 @@ class ControlDesk:
         if answer is not None:
             self._control.send(sender, answer)
         if rank.supervisor.state is not state:
-            self.publish(rank)
-            self._introduce(rank)
+            self._on_state(rank)
+
+    def _on_state(self, rank: EngineRank) -> None:
+        """An engine core has become ready. One that steps together with others is of use only when they are, too."""
+        ready = [rank]
+        if rank.lockstep:
+            ready = self._ranks if all(one.is_ready for one in self._ranks) else []
+        for one in ready:
+            self._introduce(one)
+            self.publish(one)
 
     def _on_join(self, sender: bytes, join: Join) -> None:
         refusal = self.front_ends.refusal(join)
@@ -310,9 +318,10 @@ class ControlDesk:
                 self._introduce(rank)
 
     def _introduce(self, rank: EngineRank) -> None:
-        """Tells an engine core that is ready where the coordinator is."""
+        """Tells an engine core that is ready where the coordinator is; one of a lockstep group, once all are ready."""
         place = self._coordinator.place
-        if place is not None and rank.peer and rank.is_ready:
+        ready = all(one.is_ready for one in self._ranks) if rank.lockstep else rank.is_ready
+        if place is not None and rank.peer and ready:
             self._control.send(rank.peer, self._encode(place))
 
     def _named(

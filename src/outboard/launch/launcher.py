@@ -18,6 +18,7 @@ from outboard.errors import ClientClosedError, EngineDeadError
 from outboard.launch.coordinator import CoordinatorKeeper
 from outboard.launch.desk import ControlDesk
 from outboard.launch.frontends import FrontEnd
+from outboard.launch.lockstep import LockstepGroup
 from outboard.launch.rank import EngineRank
 from outboard.launch.startup import StartCancelled
 from outboard.protocol.control import EngineState
@@ -61,16 +62,19 @@ class Launcher:
         self._session = session
         self._control = control
         self._cancel_fd = cancel_fd
+        self._coordinator = CoordinatorKeeper(session, control_address)
+        self._group = group = LockstepGroup(config, session, self._coordinator)
+        parallel, faults = config.parallel, config.faults
         self._ranks = [
-            EngineRank(init, session, control_address, config.faults, config.parallel.of_rank(init.rank).env)
+            EngineRank(init, session, control_address, faults, parallel.of_rank(init.rank).env, group.facts)
             for init in inits
         ]
+        group.ranks = self._ranks
         self._stop_by: float | None = None
         self._stop_seen: float | None = None
         self._abandoned = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()  # guards closing it; not taken by `abandon`, after which nobody calls
-        self._coordinator = CoordinatorKeeper(session, control_address)
         self.desk = ControlDesk(control, session.token, self._ranks, config.faults, self._coordinator)
         self.started: Future[None] = Future()
         self.creator = os.getpid()
@@ -195,12 +199,15 @@ class Launcher:
         cancel_fd = self._cancel_fd if starting else None
         if cancel_fd is not None:
             watched[cancel_fd] = None
-        dues = [due for due in (*(rank.due for rank in self._ranks), coordinator.due) if due is not None]
+        may_begin = self._group.may_begin
+        dues = [*(rank.due(may_begin) for rank in self._ranks), coordinator.due]
         now = time.monotonic()
-        timeout = max(0.0, min(dues) - now) if dues else None
+        due = min((due for due in dues if due is not None), default=None)
+        timeout = max(0.0, due - now) if due is not None else None
         ready = self._control.wait(list(watched), timeout)
         now = time.monotonic()
         self.desk.take_all(now)
+        self._group.look(now)
         if cancel_fd is not None and cancel_fd in ready:
             self._cancel_fd = -1
         if self._wake_fd in ready:
@@ -215,11 +222,14 @@ class Launcher:
             elif isinstance(what, CoordinatorKeeper):
                 what.exited(now)
         coordinator.tick(now)
+        may_begin = self._group.may_begin
         for rank in self._ranks:
             before = rank.supervisor.state, rank.supervisor.incarnation
-            rank.tick(now)
+            rank.tick(now, may_begin)
             if before != (rank.supervisor.state, rank.supervisor.incarnation):
                 self.desk.publish(rank)
+                if rank.process is None:  # it ended, or could not be started
+                    self._end_group(rank, now)
 
     def _on_wake(self, now: float) -> None:
         try:
@@ -238,6 +248,8 @@ class Launcher:
     def _on_exit(self, rank: EngineRank, now: float) -> None:
         rank.exited(now)
         status = self.desk.publish(rank)
+        if self.started.done():
+            self._end_group(rank, now)
         if self.started.done() and status.death is not None and status.state is not EngineState.STOPPED:
             # Once, however many requests fail of it: whoever made them gets an error each.
             level = logging.ERROR if status.state is EngineState.DEAD else logging.WARNING
@@ -245,6 +257,10 @@ class Launcher:
             if status.state is not EngineState.DEAD:
                 error.reason += " It is being started again."
             logger.log(level, "%s", error)
+
+    def _end_group(self, rank: EngineRank, now: float) -> None:
+        for other in self._group.end_with(rank, now):
+            self.desk.publish(other)
 
     # --- the end ---
 

@@ -252,8 +252,9 @@ class ControlServer:
         """Sends to a peer that has sent something; a peer that is gone is no error."""
         self._socket.send_multipart([receiver, body])
 
-    def close(self) -> None:
-        self._socket.close(linger=0)
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes; what has not left may take `linger_ms` while the context terminates."""
+        self._socket.close(linger=linger_ms)
 
 
 class ControlClient:
