@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -16,7 +17,10 @@ from outboard import (
     DPLBAsyncMPClient,
     EngineConfig,
     EngineCoreRequest,
+    EngineState,
+    FaultConfig,
     ParallelConfig,
+    RestartPolicy,
     SamplingParams,
     launch_engines,
 )
@@ -68,7 +72,7 @@ async def kill_coordinator(group: EngineGroup, *llms: AsyncLLM) -> None:
         await until(lambda llm=llm: hears(llm) == facts["incarnation"] + 1)
 
 
-@pytest.mark.parametrize("engine", ["mock"])
+@pytest.mark.parametrize("engine", ["mock", "lockstep_mock"])
 def test_killed_under_load_no_request_fails(run: Run, engine: str) -> None:
     async def main() -> None:
         group = await asyncio.to_thread(launch_engines, config(engine))
@@ -86,9 +90,69 @@ def test_killed_under_load_no_request_fails(run: Run, engine: str) -> None:
                     assert await asyncio.gather(*more) == [ALPHABET[:30]] * 2
                 assert await asyncio.gather(*tasks) == [ALPHABET[:count] for count in counts for _ in range(2)]
                 assert not one.client.stats()["dropped"]
+                if engine == "lockstep_mock":
+                    await until(lambda: not dplb(one).engines_running and not dplb(other).engines_running)
         finally:
             await asyncio.to_thread(group.shutdown)
         assert group.stats()["coordinator"]["incarnation"] == 2
+
+    run(main())
+
+
+def test_killed_while_a_lockstep_group_rests(run: Run) -> None:
+    """Its successor hears from all, and waves go on where they were; also one that begins before it is there."""
+
+    async def main() -> None:
+        group = await asyncio.to_thread(launch_engines, config("lockstep_mock", front_ends=1))
+        try:
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                client = dplb(llm)
+                for wave in range(1, 4):
+                    assert await read(llm, 20) == ALPHABET[:20]
+                    await until(lambda wave=wave: client.current_wave == wave and not client.engines_running)
+                    await kill_coordinator(group, llm)
+                for _ in range(3):
+                    facts = group.stats()["coordinator"]
+                    os.kill(facts["pid"], signal.SIGKILL)
+                    assert await read(llm, 20) == ALPHABET[:20]  # sent while there is none
+                    await until(lambda facts=facts: hears(llm) == facts["incarnation"] + 1)
+                await until(lambda: client.current_wave >= 4 and not client.engines_running)
+                stats = await client.call_utility_all_async("get_stats")
+                assert {one["phase"] for one in stats} == {"idle"}
+                assert len({one["wave"] for one in stats}) == 1
+        finally:
+            await asyncio.to_thread(group.shutdown)
+
+    run(main())
+
+
+@pytest.mark.parametrize("then", ["resumed", "a rank killed, then resumed"])
+def test_killed_while_a_lockstep_group_is_paused(run: Run, then: str) -> None:
+    async def main() -> None:
+        faults = FaultConfig(restart=RestartPolicy.on_failure(1, backoff=0.05), in_flight="resume")
+        paused = msgspec.structs.replace(config("lockstep_mock", front_ends=1), faults=faults)
+        group = await asyncio.to_thread(launch_engines, paused)
+        try:
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                client = dplb(llm)
+                tasks = [asyncio.create_task(read(llm, 300)) for _ in range(6)]
+                await until(lambda: client.engines_running)
+                await client.call_utility_async("pause_generation", "keep", timeout=10)
+                await kill_coordinator(group, llm)
+                await until(lambda: client._membership.coordination.waves.paused)
+                if then != "resumed":
+                    os.kill(client.core_engines[1].pid, signal.SIGKILL)
+                    await until(lambda: [one.incarnation for one in client.core_engines] == [1, 1, 1])
+                    async with asyncio.timeout(10):
+                        for rank in range(3):
+                            await client.wait_for_state(EngineState.READY, rank=rank)
+                    await until(lambda: client._membership.coordination.waves.group == 1)
+                await asyncio.sleep(0.1)
+                assert not any(task.done() for task in tasks)
+                await client.call_utility_async("resume_generation", timeout=10)
+                assert await asyncio.gather(*tasks) == [ALPHABET[:300]] * 6
+        finally:
+            await asyncio.to_thread(group.shutdown)
 
     run(main())
 
