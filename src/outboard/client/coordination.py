@@ -87,7 +87,7 @@ class Coordination:
     def request_sent(self) -> None:
         """A request has been sent to some rank; where the group rests, the coordinator is told, so that it wakes."""
         waves = self.waves
-        if not waves.engines_running and waves.next_due == inf:
+        if waves.group >= 0 and not waves.engines_running and waves.next_due == inf:
             self._tell(waves.request_sent(time.monotonic()))
 
     def detach(self) -> None:
