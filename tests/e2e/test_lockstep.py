@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from outboard import (
@@ -184,7 +185,11 @@ def test_pause_and_resume(run: Run, mode: str) -> None:
             tasks = [asyncio.create_task(read(llm, 150)) for _ in range(9)]
             await until(lambda: steps(llm)[0] > 20)
             await client.call_utility_async("pause_generation", mode, timeout=10)
+            if mode != "wait":
+                assert len(set(steps(llm))) == 1, "answered before all rested"
             stats = await at_rest(llm)
+            if mode == "keep":
+                assert not any(task.done() for task in tasks)
             assert [one["paused"] for one in stats] == [True] * 3
             late = asyncio.create_task(read(llm, 5))
             before = steps(llm)
@@ -349,6 +354,50 @@ def test_requests_that_had_no_token_are_sent_anew_once(run: Run) -> None:
             await until(lambda: llm.client.stats()["requests"] == 12)
             os.kill(client_of(llm).core_engines[2].pid, signal.SIGKILL)
             assert await asyncio.gather(*tasks) == [ALPHABET[:3]] * 12
+
+    run(main())
+
+
+def test_all_are_told_of_at_once_and_none_begins_before_all_have_ended(run: Run) -> None:
+    """The wardens of two ranks are stopped, so that these take 2 s to end."""
+
+    async def main() -> None:
+        async with AsyncLLM(lockstep(restarts=1, faults={"in_flight": "resubmit"}, step_ms=500.0)) as llm:
+            client = client_of(llm)
+            tasks = [asyncio.create_task(read(llm, 3)) for _ in range(12)]
+            await until(lambda: llm.client.stats()["requests"] == 12)
+            pids = [engine.pid for engine in client.core_engines]
+            for pid in pids[:2]:
+                keeper = psutil.Process(pid).parent()
+                assert keeper is not None
+                keeper.suspend()
+            os.kill(pids[2], signal.SIGKILL)
+            await until(lambda: {one.state for one in client.engine_status} == {EngineState.RESTARTING}, timeout=1)
+            assert psutil.pid_exists(pids[0])
+            assert await asyncio.gather(*tasks) == [ALPHABET[:3]] * 12
+            assert [engine.incarnation for engine in client.core_engines] == [1, 1, 1]
+            assert not any(psutil.pid_exists(pid) for pid in pids)
+
+    run(main())
+
+
+def test_a_rank_that_is_told_to_stop_goes_on_to_the_end_of_the_wave(run: Run) -> None:
+    async def main() -> None:
+        async with AsyncLLM(lockstep(step_ms=2.0)) as llm:
+            pin(llm, 0, 5000)
+            await until(lambda: steps(llm)[0] > 20)
+            request = EngineCoreRequest(
+                request_id="x", prompt_token_ids=[1], sampling_params=tokens(200), data_parallel_rank=1
+            )
+            got: list[int] = []
+            llm.client.set_output_sink(
+                lambda message: got.extend(message.tokens) if message.engine_index == 1 else None
+            )
+            llm.client.add_request(request)
+            os.kill(client_of(llm).core_engines[0].pid, signal.SIGTERM)
+            await until(lambda: llm.client.engine_status[0].death)
+            assert got == ALPHABET[:200]
+            assert llm.client.engine_status[0].death.exit_code == 0
 
     run(main())
 

@@ -104,10 +104,6 @@ class LockstepLoop(BusyLoop):
         return self._waves.paused and self._waves.phase is Phase.IDLE
 
     @property
-    def _may_stop(self) -> bool:
-        return self._given_up or self._waves.phase is Phase.IDLE
-
-    @property
     def _engine_sleeps(self) -> bool:
         """Others were woken up a moment before this one: they wait."""
         return self._lockstep_controls.sleeping and not self._stopping
@@ -115,8 +111,7 @@ class LockstepLoop(BusyLoop):
     def _reduce(self) -> bool:
         """Agrees with the others; False if this engine core is to end, and they may have ended."""
         waves = self._waves
-        # A wait for the others counts as a step: whoever waits for a hung rank must not look alive for ever.
-        self._page.alive(BUSY)
+        # The page says BUSY, and no sign of life is given: whoever waits for a hung rank must not look alive for ever.
         try:
             result = self._sync.reduce(waves.vote(self._has_work))
         except ReductionInterrupted:

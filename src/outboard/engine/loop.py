@@ -153,7 +153,7 @@ class BusyLoop:
         if busy:
             return
         self._page.alive(FROZEN if self._is_frozen else IDLE)
-        if self._stopping and self._may_stop and (now > self._stop_by or retry_after is None):
+        if self._stopping and (now > self._stop_by or retry_after is None):
             self._state = _State.STOPPED
 
     def _advance(self) -> bool:
@@ -172,11 +172,6 @@ class BusyLoop:
     @property
     def _stopping(self) -> bool:
         return self._state is not _State.RUNNING
-
-    @property
-    def _may_stop(self) -> bool:
-        """Whether nobody waits for this engine core."""
-        return True
 
     def report_death(self, report: ErrorReport) -> None:
         """Tells every client, as the last, what ends this engine core."""
