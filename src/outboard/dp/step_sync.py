@@ -15,12 +15,12 @@ from typing import Protocol
 import msgspec
 
 from outboard.dp.waves import Vote, combine
-from outboard.errors import OutboardError, ProtocolError
+from outboard.errors import ProtocolError, ReductionError
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.transport.sockets import ControlServer, ZmqContext
 from outboard.transport.spoke import Spoke
 
-__all__ = ["ReductionError", "ReductionInterrupted", "StepSync", "ZmqStepSync"]
+__all__ = ["ReductionInterrupted", "StepSync", "ZmqStepSync"]
 
 # Rank 0 knows who is missing, so the others give it this much more time to say so, seconds.
 _HUB_GRACE = 1.0
@@ -28,10 +28,6 @@ _HUB_GRACE = 1.0
 _INTERRUPT_GRACE = 1.0
 # Rank 0 may end right behind the last reduction: its outcome still has to leave.
 _LINGER_MS = 500
-
-
-class ReductionError(OutboardError):
-    """The ranks did not come together for a reduction; what they had in common is lost."""
 
 
 class ReductionInterrupted(Exception):
