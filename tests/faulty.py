@@ -239,3 +239,9 @@ class TellingEngine(CallableEngine):
     @utility
     def tell(self) -> list[Any]:
         return [self._name, os.environ.get("OUTBOARD_TEST"), sorted(os.sched_getaffinity(0))]
+
+
+class NoDummyBatch(MockEngine):
+    """Its ranks are to step together, and it does not say how one without work takes part."""
+
+    lockstep = True

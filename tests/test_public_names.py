@@ -30,6 +30,7 @@ NAMES = {
     "InprocClient",
     "OutputBatch",
     "ParallelConfig",
+    "ParallelState",
     "RankOptions",
     "RequestMetrics",
     "RequestOutput",

@@ -7,7 +7,7 @@ from outboard.client.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
 from outboard.client.inproc import InprocClient
 from outboard.client.sync_mp import SyncMPClient
 from outboard.config import EngineConfig, FaultConfig, ParallelConfig, RankOptions, RestartPolicy, TransportConfig
-from outboard.engine.core import EngineCore, OutputBatch, Tokenizer, utility
+from outboard.engine.core import EngineCore, OutputBatch, ParallelState, Tokenizer, utility
 from outboard.errors import *  # noqa: F403
 from outboard.errors import __all__ as _error_names
 from outboard.frontend.llm import AsyncLLM
@@ -47,6 +47,7 @@ __all__ = [
     "InprocClient",
     "OutputBatch",
     "ParallelConfig",
+    "ParallelState",
     "RankOptions",
     "RequestMetrics",
     "RequestOutput",

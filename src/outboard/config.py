@@ -147,6 +147,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         policy: with internal balancing, how: "least_loaded", "round_robin", "power_of_two" or "prefix_affine".
         client_count: front ends that share the ranks; see `launch_engines`.
         rank_options: what ranks have of their own, by rank; ranks beyond its end have nothing.
+        dp_sync_interval: of an engine whose ranks step together: steps from one agreement on whether to go on to the
+            next. Fewer cost more time, more let idle ranks step longer in vain. The default is vLLM's.
+        dp_sync_timeout: how long a rank waits for the others to take part in such an agreement, seconds; one that does
+            not ends the engine cores.
     """
 
     data_parallel_size: int = 1
@@ -154,17 +158,28 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     policy: str = "least_loaded"
     client_count: int = 1
     rank_options: list[RankOptions] = []
+    dp_sync_interval: int = 32
+    dp_sync_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         for name in ("data_parallel_size", "client_count"):
             if not 1 <= getattr(self, name) <= _MOST_RANKS:
                 raise ConfigError(f"{name} must be at least 1 and at most {_MOST_RANKS}, not {getattr(self, name)!r}")
+        if self.dp_sync_interval < 1:
+            raise ConfigError(f"dp_sync_interval must be at least 1, not {self.dp_sync_interval!r}")
+        if not 0 < self.dp_sync_timeout <= _LONGEST:
+            raise ConfigError(f"dp_sync_timeout must be above 0 and at most {_LONGEST} s, not {self.dp_sync_timeout!r}")
         if self.balancing not in ("internal", "external"):
             raise ConfigError(f"balancing must be 'internal' or 'external', not {self.balancing!r}")
         if len(self.rank_options) > self.data_parallel_size:
             raise ConfigError(
                 f"rank_options has {len(self.rank_options)} entries, data_parallel_size is {self.data_parallel_size}"
             )
+
+    @property
+    def needs_coordinator(self) -> bool:
+        """Whether ranks and front ends are too many to know of each other's load; lockstep ranks need one anyway."""
+        return self.data_parallel_size > 1 and self.client_count > 1
 
     def of_rank(self, rank: int) -> RankOptions:
         """What this rank has of its own."""

@@ -16,6 +16,7 @@ OutboardError
  │    ├── UtilityTimeoutError    no answer within the caller's timeout (a TimeoutError)
  │    └── RemoteError            the method raised; carries its type, message and traceback
  ├── ProtocolError               a peer sent something that this version cannot take
+ ├── ReductionError              ranks that must step together did not come together; names those that are missing
  ├── EngineStalledError          the engine core makes no progress; says for how long, and what it does
  ├── EngineRestartingError       too many requests wait for an engine core that is being started again (retryable)
  └── EngineDeadError             the engine core is gone; says which, how and why
@@ -49,6 +50,7 @@ __all__ = [
     "OutboardError",
     "PromptTooLongError",
     "ProtocolError",
+    "ReductionError",
     "RemoteError",
     "RequestFailedError",
     "SlowReaderError",
@@ -142,6 +144,10 @@ class RemoteError(UtilityError):
 
 class ProtocolError(OutboardError):
     """A peer sent something that this version of the protocol cannot take."""
+
+
+class ReductionError(OutboardError):
+    """Ranks that must step together did not come together; ends their engine cores. The message names the missing."""
 
 
 class EngineStalledError(OutboardError):

@@ -13,11 +13,31 @@ from outboard.dp.balancing import BalancingPolicy, make_policy
 from outboard.dp.load import LoadTable
 from outboard.errors import ConfigError, UtilityError
 from outboard.launch.group import EngineAddresses
+from outboard.transport.sockets import ZmqSocket
 
 __all__ = ["DPAsyncMPClient", "DPLBAsyncMPClient", "client_class"]
 
 
-class DPAsyncMPClient(AsyncMPClient):
+class _CoordinatedClient(AsyncMPClient):
+    """What a client of several ranks knows of their coordinator, where there is one."""
+
+    @property
+    def current_wave(self) -> int:
+        """The wave that a lockstep group is in, or the next where it rests; as last published."""
+        return self._membership.coordination.waves.current_wave
+
+    @property
+    def engines_running(self) -> bool:
+        """Whether a lockstep group steps; as last published."""
+        return self._membership.coordination.waves.engines_running
+
+    @property
+    def first_req_send_socket(self) -> ZmqSocket | None:
+        """By which the coordinator hears of the first request to a group that rests; None: there is no coordinator."""
+        return self._membership.coordination.socket
+
+
+class DPAsyncMPClient(_CoordinatedClient):
     """A front end of one rank of several: whoever sends requests to front ends balances between them.
 
     Its own rank, and no other, gets its requests, aborts and utility calls; the death of another is nothing to it.
@@ -54,7 +74,7 @@ class DPAsyncMPClient(AsyncMPClient):
         return self.data_parallel_rank
 
 
-class DPLBAsyncMPClient(AsyncMPClient):
+class DPLBAsyncMPClient(_CoordinatedClient):
     """Drives several engine cores: chooses one for each request, and sends utility calls to all.
 
     A request with `data_parallel_rank` goes to that rank. Where a rank dies, others go on; its requests move, resume or

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from outboard._version import __version__
+from outboard.client.coordination import Coordination
 from outboard.client.delivery import Delivery
 from outboard.client.driver import Driver
 from outboard.client.link import Link
@@ -34,6 +35,7 @@ from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.control import (
     Acknowledge,
     Attached,
+    CoordinatorAt,
     EngineState,
     EngineStatus,
     Join,
@@ -101,6 +103,7 @@ class Membership:
         told: the same, as far as subscribers have been told: one that is ready is not before it can be used.
         links: by rank; those that can be used, and those that end.
         counters: of messages.
+        coordination: with other ranks and front ends.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Membership:
         self.links: dict[int, Link] = {}
         self._subscribers: list[OnStatus] = []
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decoder: MsgpackDecoder[Any] = MsgpackDecoder(Welcome | EngineStatus | Attached | Refused)
+        self._decoder: MsgpackDecoder[Any] = MsgpackDecoder(Welcome | EngineStatus | Attached | CoordinatorAt | Refused)
         self._launcher_fd = -1 if owner else _pidfd_of_launcher(addresses)
         self._input_address = front_end_socket(addresses.directory, "in")
         self._input = bind_input(context, self._input_address, config.transport)
@@ -143,6 +146,9 @@ class Membership:
         self._moves = Moves(pending, delivery, client_index, config)
         self._watch = ProgressWatch(config.faults.stall_timeout, pending, self.links, self._tell)
         self.counters = Counters()
+        self.coordination = Coordination(
+            context, addresses.session_token, client_index, routing.published, self.counters
+        )
 
     # --- joining ---
 
@@ -202,6 +208,7 @@ class Membership:
         if self._launcher_fd >= 0:
             driver.add_reader(self._launcher_fd, self._on_launcher_gone)
         self._watch.attach(driver)
+        self.coordination.attach(driver)
         for link in self.links.values():
             if link.attached:
                 link.read_on(driver)
@@ -226,7 +233,9 @@ class Membership:
         self._watch.arm()
         link = self._route(request)
         if link is not None:
-            return link.sender.add_request(request)
+            handle = link.sender.add_request(request)
+            self.coordination.request_sent()
+            return handle
         self._settle(request.data_parallel_rank)
         return self._moves.hold(request)
 
@@ -329,6 +338,7 @@ class Membership:
     def stop_reading(self) -> None:
         """Takes everything off the loop, and forgets what was not sent. Idempotent."""
         self._watch.stop()
+        self.coordination.detach()
         self._control_reader.detach()
         driver = self._driver
         if self._launcher_fd >= 0:
@@ -348,6 +358,7 @@ class Membership:
         """Closes all sockets, which nobody may be using. Idempotent."""
         for link in self.links.values():
             link.close_socket()
+        self.coordination.close()
         self._input.close(linger=0)
         remove_socket_file(self._input_address)
         self._control.close(linger=linger_ms)
@@ -370,6 +381,8 @@ class Membership:
             self._on_status(message)
         elif isinstance(message, Attached):
             self._on_attached(message)
+        elif isinstance(message, CoordinatorAt):
+            self.coordination.follow(message)
         elif isinstance(message, Welcome):
             self._slot = message.slot
             for status in message.engines:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from outboard.dp.balancing import BalancingPolicy
+from outboard.dp.coordinator_state import Publication
 from outboard.dp.load import LoadTable
 from outboard.protocol.messages import EngineCoreRequest
 
@@ -20,6 +21,9 @@ class Routing(Protocol):
 
     def forget(self, rank: int) -> None:
         """This rank ended; what comes in its place starts afresh."""
+
+    def published(self, publication: Publication) -> object:
+        """A coordinator published loads."""
 
     def choose(self, request: EngineCoreRequest) -> int | None:
         """The rank for a request; None: none can be used."""
@@ -36,6 +40,9 @@ class OneRank:
         self._rank = ranks[0] if ranks else None
 
     def forget(self, rank: int) -> None:
+        pass
+
+    def published(self, publication: Publication) -> None:
         pass
 
     def choose(self, request: EngineCoreRequest) -> int | None:
@@ -62,6 +69,9 @@ class Balanced:
         forget = getattr(self.policy, "forget", None)  # of a policy that remembers what ranks have in their caches
         if forget is not None:
             forget(rank)
+
+    def published(self, publication: Publication) -> None:
+        self.table.published(publication)
 
     def choose(self, request: EngineCoreRequest) -> int | None:
         return self.policy.choose(self.table, request) if self.table.ranks else None

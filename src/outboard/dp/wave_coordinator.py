@@ -55,6 +55,11 @@ class WaveCoordinator:
         return WaveState(self._group, self._wave, running, is_paused(self._control))
 
     @property
+    def control(self) -> int:
+        """The last pause or resume that is known; 0: there was none."""
+        return self._control
+
+    @property
     def paused(self) -> bool:
         """Whether the last command was to pause."""
         return is_paused(self._control)

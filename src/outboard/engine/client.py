@@ -16,17 +16,19 @@ class Client:
 
     Attributes:
         epoch: of this front end and this engine core; names it.
+        client_index: its index among the front ends.
         slot: where its messages are counted on the progress page.
         columns: its part of the batch.
         outgoing: sends to it.
     """
 
-    __slots__ = ("columns", "epoch", "outgoing", "port", "slot")
+    __slots__ = ("client_index", "columns", "epoch", "outgoing", "port", "slot")
 
     def __init__(
         self, joined: ClientJoined, batch: OutputBatch, abort_requests: Callable[[list[str]], None], rank: int
     ) -> None:
         self.epoch = joined.epoch
+        self.client_index = joined.client_index
         self.slot = joined.slot
         self.port = joined.port
         self.columns = Columns()

@@ -103,7 +103,7 @@ class Controls:
         self.after_step()
         return done
 
-    def resume_generation(self) -> None:
+    def resume_generation(self) -> Future[None] | None:
         """Ends a pause; held requests go to the engine in order of arrival. Without a pause it does nothing.
 
         Raises:
@@ -118,12 +118,13 @@ class Controls:
         held, self.held = self.held, {}
         for request in held.values():
             self._admit(request)
+        return None
 
     def is_paused(self) -> bool:
         """Whether new requests are held."""
         return self.paused
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1) -> Future[None] | None:
         """Aborts what runs, pauses, and has the engine give memory back.
 
         Raises:
@@ -133,13 +134,15 @@ class Controls:
             self.pause_generation("abort")
         self._engine.sleep(level)
         self._sleeping = self.frozen = True
+        return None
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(self, tags: list[str] | None = None) -> Future[None] | None:
         """Wakes the engine; once all of it is awake, generation resumes."""
         self._engine.wake_up(tags)
         if self._sleeping and not self._engine.is_sleeping():
             self._sleeping = False
-            self.resume_generation()
+            return self.resume_generation()
+        return None
 
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps, in part or whole."""

@@ -7,16 +7,22 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, Protocol, TypeVar
 
+import msgspec
+
 from outboard.engine.batch import OutputBatch
 from outboard.engine.calls import convert_arguments
 from outboard.errors import UnsupportedError, UtilityNotFoundError
 from outboard.protocol.messages import EngineCoreRequest, EngineInfo, SchedulerStats
 
-__all__ = ["EngineCore", "OutputBatch", "Tokenizer", "no_such_utility", "utility", "utility_methods"]
+__all__ = ["EngineCore", "OutputBatch", "ParallelState", "Tokenizer", "no_such_utility", "utility", "utility_methods"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UTILITY_MARK = "__outboard_utility__"
+NO_DUMMY_BATCH = (
+    "{} has `lockstep = True` but no `execute_dummy_batch()`: define it, so that a rank without work can take part in "
+    "a step; it must do whatever of a step the other ranks wait for, such as every collective operation"
+)
 
 
 class Tokenizer(Protocol):
@@ -56,6 +62,22 @@ def utility_methods(engine: EngineCore | type[EngineCore]) -> Iterable[str]:
     return sorted(name for name in dir(cls) if getattr(getattr(cls, name, None), _UTILITY_MARK, False))
 
 
+class ParallelState(msgspec.Struct, frozen=True):
+    """An engine core's place among the ranks that it steps together with.
+
+    Attributes:
+        rank, size: its rank, and how many there are.
+        version: rises whenever they are started anew.
+        rendezvous: a path that all of them, and nobody else, are given, in a private directory: for a socket or a file
+            by which they meet. "": there is one rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    version: int = 0
+    rendezvous: str = ""
+
+
 class EngineCore(ABC):
     """An inference engine that can take one step at a time. Synchronous; every method is called from one thread.
 
@@ -64,13 +86,16 @@ class EngineCore(ABC):
     the engine is ready. Import heavy libraries there, not at the top of the module.
 
     Attributes:
-        lockstep: True where the ranks of a data-parallel group must step together.
+        lockstep: True where the ranks of a data-parallel group must step together: while any of them has work, those
+            that have none take dummy steps.
+        parallel: its place among the ranks; known when the constructor is called.
         cpu_bound: True where it computes on CPUs: several ranks on one host then get a share of them each, unless
             `RankOptions.cpus` says otherwise.
     """
 
     lockstep: ClassVar[bool] = False
     cpu_bound: ClassVar[bool] = False
+    parallel: ParallelState = ParallelState()
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -100,6 +125,13 @@ class EngineCore(ABC):
         An exception here ends the engine core: its state is unknown. A request that fails alone is ended with
         `outputs.add(request_id, finish_reason="error", error=...)`.
         """
+
+    def execute_dummy_batch(self) -> None:
+        """One step with nothing in it, so that ranks that have work can take theirs; for `lockstep`.
+
+        It must do whatever of a `step` the other ranks wait for, such as every collective operation.
+        """
+        raise NotImplementedError(NO_DUMMY_BATCH.format(type(self).__name__))
 
     def info(self) -> EngineInfo:
         """What to tell the front end once the engine is ready. Default: nothing."""

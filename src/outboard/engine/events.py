@@ -1,5 +1,7 @@
 """What comes through the busy loop's queue, beside messages, which are tuples: (epoch of the client, item).
 
+The coordinator's `StartWave` and `SetControl` come as they are.
+
 An item is a decoded message, one of `BadRequest` and `BadCall`, or None for one that was dropped: it is only counted.
 """
 
@@ -9,9 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from outboard.engine.load_reports import Mouth
 from outboard.engine.outgoing import OutputPort
 
-__all__ = ["BadCall", "BadRequest", "ClientJoined", "ClientLeft", "DeferredResult", "Stop"]
+__all__ = ["BadCall", "BadRequest", "ClientJoined", "ClientLeft", "CoordinatorJoined", "DeferredResult", "Stop"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,6 +40,7 @@ class ClientJoined:
     epoch: int
     slot: int
     port: OutputPort
+    client_index: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,6 +48,13 @@ class ClientLeft:
     """A front end is gone. One that never joined is no error."""
 
     epoch: int
+
+
+@dataclass(slots=True, frozen=True)
+class CoordinatorJoined:
+    """There is a coordinator, or another one, that listens. The mouth is the busy loop's from now on."""
+
+    mouth: Mouth
 
 
 @dataclass(slots=True, frozen=True)

@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 
 from outboard.config import TransportConfig
-from outboard.engine.events import ClientJoined, ClientLeft
+from outboard.dp.messages import ListenAsRank
+from outboard.engine.coordination import CoordinatorEar
+from outboard.engine.events import ClientJoined, ClientLeft, CoordinatorJoined
 from outboard.engine.incoming import Drops, Incoming
 from outboard.engine.port import SocketPort
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
-from outboard.protocol.control import AttachClient, ClientAttached, DetachClient
+from outboard.protocol.control import AttachClient, ClientAttached, CoordinatorAt, DetachClient
 from outboard.protocol.messages import Init
 from outboard.protocol.progress import MAX_SLOTS
 from outboard.protocol.shm_pair import SharedMemory
@@ -72,7 +74,11 @@ class InputThread(threading.Thread):
         self._token = session_token
         self._links: dict[int, _Link] = {}  # by client index
         self._drops = Drops()
-        self._decoder: MsgpackDecoder[AttachClient | DetachClient] = MsgpackDecoder(AttachClient | DetachClient)
+        self._decoder: MsgpackDecoder[AttachClient | DetachClient | CoordinatorAt] = MsgpackDecoder(
+            AttachClient | DetachClient | CoordinatorAt
+        )
+        who = ListenAsRank(session_token, init.rank, init.incarnation)
+        self._coordinator = CoordinatorEar(context, who, inbox, self._drops)
         self._poller = SocketPoller()
         self._poller.add(control.fd, self._read_control)
 
@@ -88,10 +94,13 @@ class InputThread(threading.Thread):
         for link in self._links.values():
             link.receiver.close()
         self._control.close()
+        self._coordinator.close()
         while not self._inbox.empty():
             event = self._inbox.get_nowait()
             if isinstance(event, ClientJoined):  # a port that the busy loop never came to take
                 event.port.close(0)
+            elif isinstance(event, CoordinatorJoined):
+                event.mouth.close()
 
     # --- the control channel ---
 
@@ -106,9 +115,20 @@ class InputThread(threading.Thread):
                 continue
             if isinstance(message, AttachClient):
                 self._attach(message)
+            elif isinstance(message, CoordinatorAt):
+                self._follow(message)
             elif (link := self._links.get(message.client_index)) is not None and link.epoch == message.epoch:
                 self._detach(message.client_index)
         return False
+
+    def _follow(self, place: CoordinatorAt) -> None:
+        earlier = self._coordinator.spoke
+        spoke = self._coordinator.follow(place)
+        if spoke is not None:
+            if earlier is not None:
+                self._poller.remove(earlier.fd)
+                earlier.close()
+            self._poller.add(spoke.fd, self._coordinator.read)
 
     def _attach(self, who: AttachClient) -> None:
         self._detach(who.client_index)
@@ -138,7 +158,7 @@ class InputThread(threading.Thread):
             raise
         encoder = MsgpackEncoder(init.inline_bytes, init.shared_memory_bytes, memory.pool)
         port = SocketPort(sender, encoder, memory, init.max_message_bytes)
-        self._inbox.put(ClientJoined(who.epoch, who.slot, port))
+        self._inbox.put(ClientJoined(who.epoch, who.slot, port, who.client_index))
         self._links[who.client_index] = _Link(who.epoch, receiver)
         self._poller.add(receiver.fd, self._reader(who.epoch, receiver, Incoming(who.epoch, memory.reader)))
 

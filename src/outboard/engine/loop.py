@@ -21,7 +21,16 @@ from outboard.engine.calls import convert_arguments
 from outboard.engine.client import Client
 from outboard.engine.controls import Controls
 from outboard.engine.core import EngineCore, OutputBatch, no_such_utility, utility_methods
-from outboard.engine.events import BadCall, BadRequest, ClientJoined, ClientLeft, DeferredResult, Stop
+from outboard.engine.events import (
+    BadCall,
+    BadRequest,
+    ClientJoined,
+    ClientLeft,
+    CoordinatorJoined,
+    DeferredResult,
+    Stop,
+)
+from outboard.engine.load_reports import LoadReporter, Mouth
 from outboard.engine.outgoing import describe, error_report
 from outboard.errors import InvalidRequestError, ProtocolError, UtilityNotFoundError
 from outboard.protocol.messages import (
@@ -60,16 +69,25 @@ class BusyLoop:
             from one) and by deferred results.
         page: where to give signs of life.
         rank: stamped on every message.
+        incarnation: of this engine core; for a coordinator.
     """
 
-    def __init__(self, engine: EngineCore, inbox: SimpleQueue[Any], page: ProgressPage, *, rank: int = 0) -> None:
+    def __init__(
+        self,
+        engine: EngineCore,
+        inbox: SimpleQueue[Any],
+        page: ProgressPage,
+        *,
+        rank: int = 0,
+        incarnation: int = 0,
+    ) -> None:
         self._engine = engine
         self._inbox = inbox
         self._page = page
         self._rank = rank
         self._clients: dict[int, Client] = {}  # by epoch
         self._batch = OutputBatch()
-        self._controls = Controls(engine, self._batch, self._admit)
+        self._controls = self._make_controls()
         self._utilities: dict[str, Callable[..., Any]] = {
             **{name: getattr(engine, name) for name in utility_methods(engine)},
             **self._controls.utilities,
@@ -80,11 +98,15 @@ class BusyLoop:
         self._retry_after: float | None = None  # while some client takes nothing
         self._stats = SchedulerStats()  # the engine's own may change in its hands
         self._stats_due = 0.0
+        self._coordinator: Mouth | None = None
+        self._loads = LoadReporter(rank, incarnation)
+        self._load_after: float | None = None  # while the coordinator is to be told of a load later
         self._stop_by = 0.0
         self._events: dict[type, Callable[[Any], None]] = {
             tuple: self._on_message,
             ClientJoined: self._on_joined,
             ClientLeft: self._on_left,
+            CoordinatorJoined: self._on_coordinator,
             DeferredResult: self._on_deferred,
             Stop: self._on_stop,
         }
@@ -95,6 +117,9 @@ class BusyLoop:
             BadRequest: self._refuse,
             BadCall: self._refuse_call,
         }
+
+    def _make_controls(self) -> Controls:
+        return Controls(self._engine, self._batch, self._admit)
 
     def run(self) -> None:
         """Runs until stopped. An exception of the engine's `step` passes through: its state is then unknown."""
@@ -107,19 +132,13 @@ class BusyLoop:
         Args:
             timeout: how long to wait, seconds; None: until something comes.
         """
-        engine = self._engine
         controls = self._controls
-        page = self._page
         if self._idle:
             self._wait(timeout)
         elif not self._inbox.empty():
             self._take(self._inbox.get_nowait())
-        busy = self._state is _State.RUNNING and not controls.frozen and engine.has_work()
-        if busy:
-            engine.step(self._batch)
-            now = page.stepped()
-        else:
-            now = time.monotonic()
+        busy = self._advance()
+        now = time.monotonic()
         if controls.paused:
             controls.after_step()
         if not busy or self._batch.ended or now >= self._stats_due:
@@ -133,9 +152,26 @@ class BusyLoop:
         self._idle = not busy
         if busy:
             return
-        page.alive(FROZEN if controls.frozen else IDLE)
-        if self._state is _State.STOPPING and (now > self._stop_by or retry_after is None):
+        self._page.alive(FROZEN if self._is_frozen else IDLE)
+        if self._stopping and (now > self._stop_by or retry_after is None):
             self._state = _State.STOPPED
+
+    def _advance(self) -> bool:
+        """Steps, if there is work; whether to go on without waiting for something to come."""
+        if self._state is not _State.RUNNING or self._controls.frozen or not self._engine.has_work():
+            return False
+        self._engine.step(self._batch)
+        self._page.stepped()
+        return True
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether no step is to be expected."""
+        return self._controls.frozen
+
+    @property
+    def _stopping(self) -> bool:
+        return self._state is not _State.RUNNING
 
     def report_death(self, report: ErrorReport) -> None:
         """Tells every client, as the last, what ends this engine core."""
@@ -147,13 +183,16 @@ class BusyLoop:
         for client in self._clients.values():
             client.port.close(linger_ms)
         self._clients.clear()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     # --- input ---
 
     def _wait(self, timeout: float | None) -> None:
         """Takes what comes, or returns when it is time to try again to send."""
-        if self._retry_after is not None:
-            timeout = self._retry_after if timeout is None else min(timeout, self._retry_after)
+        for after in (self._retry_after, self._load_after):
+            if after is not None:
+                timeout = after if timeout is None else min(timeout, after)
         try:
             event = self._inbox.get(timeout=timeout)
         except Empty:
@@ -190,6 +229,12 @@ class BusyLoop:
             return
         client.port.close(0)
         self._drop(list(client.columns.open.values()))
+
+    def _on_coordinator(self, joined: CoordinatorJoined) -> None:
+        if self._coordinator is not None:
+            self._coordinator.close()
+        self._coordinator = joined.mouth
+        self._loads.joined()
 
     def _on_stop(self, stop: Stop) -> None:
         if self._state is _State.RUNNING:
@@ -288,7 +333,7 @@ class BusyLoop:
     # --- load ---
 
     def _report_stats(self, now: float, busy: bool) -> None:
-        """To all clients, at intervals and when idle; in between to those that are sent something anyway."""
+        """To the coordinator, or to all clients at intervals and when idle; to those that are sent something anyway."""
         self._batch.ended = False
         stats = self._controls.stats()
         if stats != self._stats:
@@ -296,6 +341,13 @@ class BusyLoop:
         everyone = not busy or now >= self._stats_due
         if everyone:
             self._stats_due = now + _STATS_INTERVAL
+        if self._coordinator is not None:
+            self._load_after = self._loads.report(now, self._stats, self._by_client, self._coordinator)
+            everyone = False
         for client in self._clients.values():
             if everyone or client.columns.handles:
                 client.outgoing.report(self._stats)
+
+    def _by_client(self) -> dict[int, int]:
+        """Open requests by client index."""
+        return {one.client_index: len(one.columns.open) for one in self._clients.values() if one.columns.open}

@@ -21,21 +21,25 @@ from typing import Any
 import msgspec
 
 from outboard._version import __version__
+from outboard.dp.rank_waves import RankWaves
+from outboard.dp.step_sync import ZmqStepSync
 from outboard.engine.calls import has_typed_result
-from outboard.engine.core import EngineCore, utility_methods
+from outboard.engine.core import NO_DUMMY_BATCH, EngineCore, ParallelState, utility_methods
 from outboard.engine.cpus import share_of, use_cpus
 from outboard.engine.events import Stop
 from outboard.engine.input import InputThread
 from outboard.engine.loader import IMPORTING_ENGINE, bind_options, load_engine_class
+from outboard.engine.lockstep import LockstepLoop
 from outboard.engine.loop import BusyLoop
 from outboard.engine.outgoing import error_report
 from outboard.engine.stacks import STACK_SIGNAL, dump_stacks_on_signal
+from outboard.errors import ConfigError
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.environment import REPORT_FD, ChildEnvironment
 from outboard.protocol.messages import PROTOCOL_VERSION, Failed, Hello, Init, Ready, Refused
 from outboard.protocol.progress import ProgressPage
 from outboard.protocol.report import ReportPage
-from outboard.transport.sockets import ControlClient, make_context
+from outboard.transport.sockets import ControlClient, ZmqContext, make_context
 
 __all__ = ["main"]
 
@@ -66,8 +70,14 @@ def main() -> int:
             control.send(msgspec.msgpack.encode(Failed(environment.session_token, error_report(error))))
             return 1
         inbox: SimpleQueue[Any] = SimpleQueue()
-        loop = BusyLoop(engine, inbox, page, rank=init.rank)
-        signal.signal(signal.SIGTERM, lambda signum, frame: inbox.put(Stop()))
+        interrupt = os.eventfd(0, os.EFD_CLOEXEC)
+        loop = _make_loop(engine, inbox, page, init, environment, context, interrupt)
+
+        def stop(signum: int, frame: FrameType | None) -> None:
+            inbox.put(Stop())
+            os.eventfd_write(interrupt, 1)
+
+        signal.signal(signal.SIGTERM, stop)
         # What start-up made stays for ever: the garbage collector need not look at it again and again.
         gc.collect()
         gc.freeze()
@@ -110,12 +120,46 @@ def _construct(init: Init) -> EngineCore:
         use_cpus(init.cpus)
     elif engine_class.cpu_bound and init.data_parallel_size > 1:
         use_cpus(share_of(sorted(os.sched_getaffinity(0)), init.rank, init.data_parallel_size))
+    if engine_class.lockstep and init.data_parallel_size > 1:
+        if engine_class.execute_dummy_batch is EngineCore.execute_dummy_batch:
+            raise ConfigError(NO_DUMMY_BATCH.format(engine_class.__name__))
+        engine_class.parallel = ParallelState(init.rank, init.data_parallel_size, init.group, init.rendezvous)
     return engine_class(**bind_options(engine_class, init.options))
+
+
+def _make_loop(
+    engine: EngineCore,
+    inbox: SimpleQueue[Any],
+    page: ProgressPage,
+    init: Init,
+    environment: ChildEnvironment,
+    context: ZmqContext,
+    interrupt: int,
+) -> BusyLoop:
+    if not engine.lockstep or init.data_parallel_size == 1:
+        return BusyLoop(engine, inbox, page, rank=init.rank, incarnation=init.incarnation)
+    waves = RankWaves(
+        init.rank,
+        init.data_parallel_size,
+        group=init.group,
+        coordinator=init.first_coordinator,
+        sync_interval=init.dp_sync_interval,
+    )
+    sync = ZmqStepSync(
+        context,
+        init.step_sync_address,
+        environment.session_token,
+        init.rank,
+        init.data_parallel_size,
+        timeout=init.dp_sync_timeout,
+        interrupt_fd=interrupt,
+    )
+    return LockstepLoop(engine, inbox, page, waves=waves, sync=sync, incarnation=init.incarnation)
 
 
 def _ready(engine: EngineCore, page: ProgressPage, session_token: str) -> bytes:
     typed = [name for name in utility_methods(engine) if has_typed_result(getattr(engine, name))]
-    ready = Ready(session_token, engine.info(), typed, page.fd, dump_stacks_on_signal(), STACK_SIGNAL)
+    ready = Ready(session_token, engine.info(), typed, page.fd, dump_stacks_on_signal(), STACK_SIGNAL, engine.lockstep)
     return msgspec.msgpack.encode(ready)
 
 

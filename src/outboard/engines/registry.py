@@ -13,6 +13,7 @@ ENGINES = {
     "openvino": "outboard.engines.openvino:OpenVINOEngine",
     "echo": "outboard.engines.echo:EchoEngine",
     "mock": "outboard.engines.mock:MockEngine",
+    "lockstep_mock": "outboard.engines.lockstep_mock:LockstepMockEngine",
 }
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from outboard.config import FaultConfig
 from outboard.errors import EngineDeadError, ProtocolError
+from outboard.launch.coordinator import CoordinatorKeeper
 from outboard.launch.frontends import FrontEnd, FrontEnds
 from outboard.launch.rank import EngineRank
 from outboard.protocol.codec import MsgpackDecoder
@@ -26,6 +27,7 @@ from outboard.protocol.control import (
     AttachClient,
     Attached,
     ClientAttached,
+    CoordinatorReady,
     DetachClient,
     EngineDeath,
     EngineState,
@@ -57,6 +59,7 @@ _Message = (
     | ReportStall
     | ReportProgress
     | KillEngine
+    | CoordinatorReady
 )
 
 
@@ -68,13 +71,22 @@ class ControlDesk:
         token: the session's secret.
         ranks: the engine cores.
         faults: what to do about a stall.
+        coordinator: where it is.
 
     Attributes:
         front_ends: those that have joined.
         dropped: how many messages were dropped, by reason.
     """
 
-    def __init__(self, control: ControlServer, token: str, ranks: list[EngineRank], faults: FaultConfig) -> None:
+    def __init__(
+        self,
+        control: ControlServer,
+        token: str,
+        ranks: list[EngineRank],
+        faults: FaultConfig,
+        coordinator: CoordinatorKeeper,
+    ) -> None:
+        self._coordinator = coordinator
         self._control = control
         self._token = token
         self._ranks = ranks
@@ -95,6 +107,7 @@ class ControlDesk:
             ReportStall: self._on_stall,
             ReportProgress: self._on_progress,
             KillEngine: self._on_kill,
+            CoordinatorReady: self._on_coordinator_ready,
         }
 
     # --- for any thread ---
@@ -192,7 +205,16 @@ class ControlDesk:
         if answer is not None:
             self._control.send(sender, answer)
         if rank.supervisor.state is not state:
-            self.publish(rank)
+            self._on_state(rank)
+
+    def _on_state(self, rank: EngineRank) -> None:
+        """An engine core has become ready. One that steps together with others is of use only when they are, too."""
+        ready = [rank]
+        if rank.lockstep:
+            ready = self._ranks if all(one.is_ready for one in self._ranks) else []
+        for one in ready:
+            self._introduce(one)
+            self.publish(one)
 
     def _on_join(self, sender: bytes, join: Join) -> None:
         refusal = self.front_ends.refusal(join)
@@ -210,6 +232,8 @@ class ControlDesk:
             with self._changed:
                 statuses = list(self._statuses)
             self._control.send(sender, self._encode(Welcome(front_end.slot, statuses)))
+            if self._coordinator.place is not None:
+                self._control.send(sender, self._encode(self._coordinator.place))
 
     def _on_attach(self, sender: bytes, attach: Attach) -> None:
         front_end = self.front_ends.get(sender)
@@ -283,6 +307,22 @@ class ControlDesk:
         _, rank = self._named(sender, message)
         if rank is not None:
             rank.kill(time.monotonic(), message.reason, message.report)
+
+    def _on_coordinator_ready(self, sender: bytes, message: CoordinatorReady) -> None:
+        if message.session_token != self._token:
+            self._drop("stranger", "CoordinatorReady with another token than this session's")
+        elif (place := self._coordinator.ready(message)) is not None:
+            for front_end in self.front_ends:
+                self._control.send(front_end.peer, self._encode(place))
+            for rank in self._ranks:
+                self._introduce(rank)
+
+    def _introduce(self, rank: EngineRank) -> None:
+        """Tells an engine core that is ready where the coordinator is; one of a lockstep group, once all are ready."""
+        place = self._coordinator.place
+        ready = all(one.is_ready for one in self._ranks) if rank.lockstep else rank.is_ready
+        if place is not None and rank.peer and ready:
+            self._control.send(rank.peer, self._encode(place))
 
     def _named(
         self, sender: bytes, message: ReportStall | ReportProgress | KillEngine

@@ -123,10 +123,14 @@ class EngineGroup:
         return self.engines[rank]
 
     def stats(self) -> dict[str, Any]:
-        """Counters: messages dropped by reason; by client index the last state that each front end has acknowledged."""
+        """Counters: messages dropped by reason; by client index the last state that each front end has acknowledged.
+
+        And the coordinator's process id and incarnation, where there is one.
+        """
         desk = self._launcher.desk
         acknowledged = {one.client_index: one.acknowledged for one in desk.front_ends}
-        return {"dropped": dict(desk.dropped), "acknowledged": acknowledged}
+        coordinator = self._launcher.coordinator
+        return {"dropped": dict(desk.dropped), "acknowledged": acknowledged, "coordinator": coordinator}
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stops all engine cores and frees everything. Idempotent, bounded, callable from any thread. Blocks.

@@ -15,8 +15,10 @@ from concurrent.futures import Future
 
 from outboard.config import EngineConfig
 from outboard.errors import ClientClosedError, EngineDeadError
+from outboard.launch.coordinator import CoordinatorKeeper
 from outboard.launch.desk import ControlDesk
 from outboard.launch.frontends import FrontEnd
+from outboard.launch.lockstep import LockstepGroup
 from outboard.launch.rank import EngineRank
 from outboard.launch.startup import StartCancelled
 from outboard.protocol.control import EngineState
@@ -60,16 +62,20 @@ class Launcher:
         self._session = session
         self._control = control
         self._cancel_fd = cancel_fd
+        self._coordinator = CoordinatorKeeper(session, control_address)
+        self._group = group = LockstepGroup(config, session, self._coordinator)
+        parallel, faults = config.parallel, config.faults
         self._ranks = [
-            EngineRank(init, session, control_address, config.faults, config.parallel.of_rank(init.rank).env)
+            EngineRank(init, session, control_address, faults, parallel.of_rank(init.rank).env, group.facts)
             for init in inits
         ]
+        group.ranks = self._ranks
         self._stop_by: float | None = None
         self._stop_seen: float | None = None
         self._abandoned = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()  # guards closing it; not taken by `abandon`, after which nobody calls
-        self.desk = ControlDesk(control, session.token, self._ranks, config.faults)
+        self.desk = ControlDesk(control, session.token, self._ranks, config.faults, self._coordinator)
         self.started: Future[None] = Future()
         self.creator = os.getpid()
         self.thread = threading.Thread(target=self._run, name="outboard-launcher", daemon=True)
@@ -88,6 +94,15 @@ class Launcher:
         with self._wake_lock:
             self._wake()
 
+    @property
+    def coordinator(self) -> dict[str, int | None] | None:
+        """The coordinator's pid, None between two, and its incarnation; None: there is none."""
+        keeper = self._coordinator
+        if keeper.incarnation < 0:
+            return None
+        ready, process = keeper.place is not None, keeper.process
+        return {"incarnation": keeper.incarnation, "pid": process.engine_pid if ready and process is not None else None}
+
     def join(self, timeout: float) -> None:
         """Waits for the thread's end, `timeout` seconds at most."""
         self.thread.join(timeout)
@@ -102,6 +117,9 @@ class Launcher:
         for rank in self._ranks:
             if rank.process is not None:
                 rank.process.release()
+        coordinator = self._coordinator.process
+        if coordinator is not None:
+            coordinator.release()
         self._wake()
 
     def _wake(self) -> None:
@@ -122,6 +140,8 @@ class Launcher:
             now = time.monotonic()
             for rank in self._ranks:
                 rank.start(now)
+            if self._config.parallel.needs_coordinator:
+                self._coordinator.start(now)
             while not self._over():
                 self._turn()
         except BaseException as error:
@@ -142,6 +162,9 @@ class Launcher:
         if self._abandoned:
             return True
         running = any(rank.process is not None for rank in self._ranks)
+        if self._coordinator.wanted and self._stop_seen is not None and not running:
+            self._coordinator.stop(time.monotonic())  # behind the ranks
+        running = running or self._coordinator.process is not None
         if not self.started.done():
             return self._look_at_start(running)
         return self._stop_seen is not None and not running
@@ -154,34 +177,44 @@ class Launcher:
         if failure is None and self._cancel_fd == -1:
             failure = StartCancelled()
         if failure is None:
-            if all(rank.supervisor.state is EngineState.READY for rank in self._ranks):
+            failure = self._coordinator.failure
+        if failure is None:
+            coordinated = not self._coordinator.wanted or self._coordinator.place is not None
+            if coordinated and all(rank.supervisor.state is EngineState.READY for rank in self._ranks):
                 self.started.set_result(None)
             return False
         if running:
             for rank in self._ranks:
                 rank.supervisor.stop()
                 rank.kill(time.monotonic())
+            self._coordinator.stop(time.monotonic())
             return False
         self._release()  # before anybody hears of the failure
         self.started.set_exception(failure)
         return True
 
     def _turn(self) -> None:
-        watched: dict[int, EngineRank | FrontEnd | None] = {self._wake_fd: None}
+        coordinator = self._coordinator
+        watched: dict[int, EngineRank | FrontEnd | CoordinatorKeeper | None] = {self._wake_fd: None}
         watched |= {rank.process.sentinel: rank for rank in self._ranks if rank.process is not None}
         watched |= {one.pidfd: one for one in self.desk.front_ends if one.pidfd >= 0}
+        if coordinator.process is not None:
+            watched[coordinator.process.sentinel] = coordinator
         starting = not self.started.done() and self._cancel_fd is not None and self._cancel_fd >= 0
         cancel_fd = self._cancel_fd if starting else None
         if cancel_fd is not None:
             watched[cancel_fd] = None
-        dues = [rank.due for rank in self._ranks if rank.due is not None]
+        may_begin = self._group.may_begin
+        dues = [*(rank.due(may_begin) for rank in self._ranks), coordinator.due]
         now = time.monotonic()
-        timeout = max(0.0, min(dues) - now) if dues else None
+        due = min((due for due in dues if due is not None), default=None)
+        timeout = max(0.0, due - now) if due is not None else None
         ready = self._control.wait(list(watched), timeout)
         if self._abandoned:
             return  # what ends now ends by our own hand
         now = time.monotonic()
         self.desk.take_all(now)
+        self._group.look(now)
         if cancel_fd is not None and cancel_fd in ready:
             self._cancel_fd = -1
         if self._wake_fd in ready:
@@ -193,11 +226,17 @@ class Launcher:
             elif isinstance(what, FrontEnd):
                 self._session.remove_sockets_of(what.pid)
                 self.desk.detach(what)
+            elif isinstance(what, CoordinatorKeeper):
+                what.exited(now)
+        coordinator.tick(now)
+        may_begin = self._group.may_begin
         for rank in self._ranks:
             before = rank.supervisor.state, rank.supervisor.incarnation
-            rank.tick(now)
+            rank.tick(now, may_begin)
             if before != (rank.supervisor.state, rank.supervisor.incarnation):
                 self.desk.publish(rank)
+                if rank.process is None:  # it ended, or could not be started
+                    self._end_group(rank, now)
 
     def _on_wake(self, now: float) -> None:
         try:
@@ -216,6 +255,8 @@ class Launcher:
     def _on_exit(self, rank: EngineRank, now: float) -> None:
         rank.exited(now)
         status = self.desk.publish(rank)
+        if self.started.done():
+            self._end_group(rank, now)
         if self.started.done() and status.death is not None and status.state is not EngineState.STOPPED:
             # Once, however many requests fail of it: whoever made them gets an error each.
             level = logging.ERROR if status.state is EngineState.DEAD else logging.WARNING
@@ -224,6 +265,10 @@ class Launcher:
                 error.reason += " It is being started again."
             logger.log(level, "%s", error)
 
+    def _end_group(self, rank: EngineRank, now: float) -> None:
+        for other in self._group.end_with(rank, now):
+            self.desk.publish(other)
+
     # --- the end ---
 
     def _end_processes(self) -> None:
@@ -231,6 +276,7 @@ class Launcher:
             process, rank.process = rank.process, None
             if process is not None:
                 process.abandon()
+        self._coordinator.abandon()
 
     def _release(self) -> None:
         """Gives everything back. Idempotent."""

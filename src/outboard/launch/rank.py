@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,12 +18,21 @@ from outboard.protocol.environment import ChildEnvironment
 from outboard.protocol.messages import ErrorReport, Init, Ready
 from outboard.transport.session import SessionDirectory
 
-__all__ = ["EngineRank"]
+__all__ = ["EngineRank", "GroupFacts"]
 
 # An engine core that has told why it fails gets a moment to end by itself, so that its exit code can be told.
 _EXIT_GRACE = 1.0
 # A killed process with much memory, or a GPU, needs some time to go. After this it is left behind.
 _KILL_BOUND = 15.0
+
+
+class GroupFacts(msgspec.Struct, frozen=True):
+    """Fields of `Init` that all ranks of a group's incarnation share; named as there."""
+
+    group: int
+    first_coordinator: int
+    step_sync_address: str
+    rendezvous: str
 
 
 class EngineRank:
@@ -34,17 +44,28 @@ class EngineRank:
         control_address: where engine cores find the launcher.
         faults: time limits and the restart policy.
         env: environment variables of its own.
+        group_facts: what to tell an incarnation of its group.
 
     Attributes:
         supervisor: its state.
         process: of the incarnation that runs; None between two.
         peer: the ZeroMQ identity on the control channel of who said HELLO; b"" before.
+        lockstep: whether its engine has said that ranks step together.
         failure: what to raise where the first start-up failed; None otherwise.
     """
 
     def __init__(
-        self, init: Init, session: SessionDirectory, control_address: str, faults: FaultConfig, env: dict[str, str]
+        self,
+        init: Init,
+        session: SessionDirectory,
+        control_address: str,
+        faults: FaultConfig,
+        env: dict[str, str],
+        group_facts: Callable[[int], GroupFacts],
     ) -> None:
+        self._group_facts = group_facts
+        self._fallen = False  # it is being ended because another rank has ended; its death has been told
+        self.lockstep = False
         self._init = init
         self._env = env
         self._session = session
@@ -76,10 +97,14 @@ class EngineRank:
         return self._pid
 
     @property
-    def due(self) -> float | None:
+    def is_ready(self) -> bool:
+        """Whether the incarnation that runs has said READY."""
+        return self._ready is not None and self.process is not None and not self._fallen
+
+    def due(self, may_begin: bool) -> float | None:
         """When to call `tick`; None: not before something else happens."""
-        times = [time for time in (self._deadline, self.supervisor.restart_at) if time is not None]
-        return min(times, default=None)
+        restart_at = self.supervisor.restart_at if may_begin else None
+        return min((time for time in (self._deadline, restart_at) if time is not None), default=None)
 
     def status(self, version: int) -> EngineStatus:
         """What front ends are told."""
@@ -104,7 +129,10 @@ class EngineRank:
 
     def start(self, now: float) -> None:
         """Starts the process of the current incarnation. Raises OSError if none is to be had."""
-        init = msgspec.structs.replace(self._init, incarnation=self.supervisor.incarnation)
+        incarnation = self.supervisor.incarnation
+        facts = msgspec.structs.asdict(self._group_facts(incarnation))
+        init = msgspec.structs.replace(self._init, incarnation=incarnation, **facts)
+        self._fallen = False
         self._init = init
         self._handshake = EngineHandshake(self._session.token, init)
         self.peer = b""
@@ -125,16 +153,17 @@ class EngineRank:
             self._pid = handshake.hello.pid
         if handshake.ready is not None and self._ready is None:
             self._ready = self._last_ready = handshake.ready
+            self.lockstep = handshake.ready.lockstep
             self._deadline = None
             self.supervisor.ready()
         elif handshake.failure is not None:
             self._deadline = min(self._deadline or now, now + _EXIT_GRACE)
         return answer
 
-    def tick(self, now: float) -> None:
-        """Does what is due: a restart, or an end to what took too long."""
+    def tick(self, now: float, may_begin: bool) -> None:
+        """Does what is due: a restart, if it may begin, or an end to what took too long."""
         supervisor = self.supervisor
-        if supervisor.restart_at is not None and now >= supervisor.restart_at:
+        if may_begin and supervisor.restart_at is not None and now >= supervisor.restart_at:
             supervisor.begin()
             try:
                 self.start(now)
@@ -171,6 +200,30 @@ class EngineRank:
             self._deadline = now + _KILL_BOUND
             self.process.kill()
 
+    def end_with_group(self, now: float, reason: str) -> bool:
+        """Another rank, without which this one can do nothing, has ended. Returns whether that is news.
+
+        Its state is at once that of a dead one, so that no front end gives it what the other one had.
+        """
+        if self.process is None or self._fallen:
+            return False
+        self._fallen = True
+        phase = "start-up" if self._ready is None else "running"
+        error = EngineDeadError(
+            f"Engine core rank {self.rank} (pid {self._pid}) {reason}",
+            rank=self.rank,
+            incarnation=self._init.incarnation,
+            pid=self._pid,
+            phase=phase,
+        )
+        self._death = EngineDeath.of(error)
+        self.supervisor.died(now)
+        self._tell_of_budget()
+        self._stall = None
+        self.peer = b""
+        self.kill(now)
+        return True
+
     def stop(self, now: float, timeout: float) -> None:
         """Asks for its end, within `timeout` seconds; a second call may shorten that."""
         self.supervisor.stop()
@@ -186,12 +239,13 @@ class EngineRank:
         """The process has ended, and all that belongs to it."""
         process, starting = self.process, self._ready is None
         assert process is not None  # its sentinel told
-        failure = self._what_failed(process, starting)
-        self._death = EngineDeath.of(_death_behind(failure))
-        self.supervisor.died(now)
-        self._tell_of_budget()
-        if starting and self.supervisor.state is EngineState.DEAD and not self._init.incarnation:
-            self.failure = failure
+        if not self._fallen:
+            failure = self._what_failed(process, starting)
+            self._death = EngineDeath.of(_death_behind(failure))
+            self.supervisor.died(now)
+            self._tell_of_budget()
+            if starting and self.supervisor.state is EngineState.DEAD and not self._init.incarnation:
+                self.failure = failure
         process.close()
         self.process = None
         self._deadline = self._stall = None

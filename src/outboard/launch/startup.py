@@ -51,6 +51,8 @@ def make_inits(config: EngineConfig) -> list[Init]:
             shared_memory_bytes=config.transport.shared_memory_bytes,
             data_parallel_size=parallel.data_parallel_size,
             cpus=parallel.of_rank(rank).cpus,
+            dp_sync_interval=parallel.dp_sync_interval,
+            dp_sync_timeout=parallel.dp_sync_timeout,
         )
         for rank in range(parallel.data_parallel_size)
     ]

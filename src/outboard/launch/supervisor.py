@@ -14,12 +14,11 @@ An engine core that dies in its very first start-up is not tried again: what is 
 
 from __future__ import annotations
 
-from collections import deque
-
 from outboard.config import RestartPolicy
+from outboard.launch.budget import RestartBudget
 from outboard.protocol.control import EngineState
 
-__all__ = ["RankSupervisor"]
+__all__ = ["RankSupervisor", "RestartBudget"]
 
 
 class RankSupervisor:
@@ -29,6 +28,7 @@ class RankSupervisor:
         policy: whether, how often and how soon to start again.
 
     Attributes:
+        budget: of restarts; ranks that restart as one share theirs.
         state: where the rank is.
         incarnation: of the process that runs or starts, or ran last; the first is 0.
         stopping: whether its end is wanted.
@@ -36,8 +36,7 @@ class RankSupervisor:
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
-        self._restarts: deque[float] = deque()  # when, within the policy's window
+        self.budget = RestartBudget(policy)
         self.stopping = False
         self.state = EngineState.STARTING
         self.incarnation = 0
@@ -93,13 +92,5 @@ class RankSupervisor:
             self.state = EngineState.RESTARTING
 
     def _take_restart(self, now: float) -> bool:
-        policy, restarts = self._policy, self._restarts
-        while restarts and restarts[0] <= now - policy.window:
-            restarts.popleft()
-        if len(restarts) >= policy.max_restarts:
-            return False
-        # Capped before it is raised to a power: many restarts must not overflow a float.
-        pause = min(policy.backoff * 2.0 ** min(len(restarts), 32), policy.max_backoff)
-        restarts.append(now)
-        self.restart_at = now + pause
-        return True
+        self.restart_at = self.budget.take(now, self.incarnation)
+        return self.restart_at is not None

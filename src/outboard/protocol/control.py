@@ -6,6 +6,7 @@
     engine core   ClientAttached    -> launcher      Attached     -> front end
     front end     Leave             -> launcher      DetachClient -> engine cores
     front end     ReportStall, ReportProgress, KillEngine -> launcher
+    coordinator   CoordinatorReady -> launcher   CoordinatorAt -> engine cores, front ends
 
 All are single frames over ROUTER and DEALER, never PUB/SUB: nobody misses anything. The handshake of an engine core
 (messages.py) comes before all this, on the same socket.
@@ -29,6 +30,8 @@ __all__ = [
     "AttachClient",
     "Attached",
     "ClientAttached",
+    "CoordinatorAt",
+    "CoordinatorReady",
     "DetachClient",
     "EngineDeath",
     "EngineState",
@@ -240,3 +243,21 @@ class DetachClient(msgspec.Struct, array_like=True, tag="detach_client"):
 
     client_index: int
     epoch: int
+
+
+# --- the coordinator of several ranks --------------------------------------------------------------------------------
+
+
+class CoordinatorReady(msgspec.Struct, array_like=True, tag="coordinator_ready"):
+    """First and last message of a coordinator: it can be reached."""
+
+    session_token: str
+    incarnation: int
+    pid: int
+
+
+class CoordinatorAt(msgspec.Struct, array_like=True, tag="coordinator_at"):
+    """Where the coordinator is; one with a greater incarnation takes the place of an earlier one, which is dead."""
+
+    incarnation: int
+    address: str

@@ -1,12 +1,13 @@
-"""What an engine-core process finds in its environment: where to connect, the secret to show there, and its mark."""
+"""What the launcher's processes find in their environment: where to connect, the secret to show there, their mark."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from typing import Self
 
 import msgspec
 
-__all__ = ["ENGINE_MARK", "REPORT_FD", "ChildEnvironment"]
+__all__ = ["ENGINE_MARK", "REPORT_FD", "ChildEnvironment", "CoordinatorEnvironment"]
 
 _PREFIX = "OUTBOARD_"
 REPORT_FD = _PREFIX + "REPORT_FD"
@@ -15,7 +16,21 @@ REPORT_FD = _PREFIX + "REPORT_FD"
 ENGINE_MARK = _PREFIX + "ENGINE"
 
 
-class ChildEnvironment(msgspec.Struct, frozen=True):
+class _Environment(msgspec.Struct, frozen=True):
+    """Fields as environment variables."""
+
+    def to_environ(self) -> dict[str, str]:
+        """As environment variables."""
+        return {_PREFIX + name.upper(): str(getattr(self, name)) for name in self.__struct_fields__}
+
+    @classmethod
+    def take_from(cls, environ: MutableMapping[str, str]) -> Self:
+        """Reads the variables and removes them: an engine's own children have no business with them."""
+        values = {name: environ.pop(_PREFIX + name.upper()) for name in cls.__struct_fields__}
+        return msgspec.convert(values, cls, strict=False)
+
+
+class ChildEnvironment(_Environment, frozen=True):
     """Set by the launcher, except for the report page's descriptor, which is known only once the process is made.
 
     Attributes:
@@ -29,12 +44,17 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
     rank: int
     incarnation: int
 
-    def to_environ(self) -> dict[str, str]:
-        """As environment variables."""
-        return {_PREFIX + name.upper(): str(getattr(self, name)) for name in self.__struct_fields__}
 
-    @classmethod
-    def take_from(cls, environ: MutableMapping[str, str]) -> ChildEnvironment:
-        """Reads the variables and removes them: an engine's own children have no business with them."""
-        values = {name: environ.pop(_PREFIX + name.upper()) for name in cls.__struct_fields__}
-        return msgspec.convert(values, cls, strict=False)
+class CoordinatorEnvironment(_Environment, frozen=True):
+    """Of a coordinator.
+
+    Attributes:
+        control_address, session_token: as of an engine core.
+        coordinator_address: where to bind.
+        incarnation: how often the coordinator has been started before.
+    """
+
+    control_address: str
+    session_token: str
+    coordinator_address: str
+    incarnation: int

@@ -324,6 +324,10 @@ class Init(msgspec.Struct, array_like=True, tag="init"):
 
     `sys_path` is the launcher's module search path. `cpus` are those that the process may use; with none, and several
     ranks, an engine that computes on CPUs gets its share of all.
+
+    The last are for ranks that step together: `group` is the incarnation of the group, `first_coordinator` that of the
+    coordinator when it was launched, `step_sync_address` where rank 0 binds for reductions, `rendezvous` a path that
+    the engine may make use of; `dp_sync_interval` and `dp_sync_timeout` are as in `ParallelConfig`.
     """
 
     engine: str
@@ -337,6 +341,12 @@ class Init(msgspec.Struct, array_like=True, tag="init"):
     shared_memory_bytes: int = 0
     data_parallel_size: int = 1
     cpus: list[int] = []
+    group: int = 0
+    first_coordinator: int = 0
+    step_sync_address: str = ""
+    rendezvous: str = ""
+    dp_sync_interval: int = 32
+    dp_sync_timeout: float = 30.0
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
@@ -344,7 +354,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
     `typed_utilities` are those whose results need converting by the method's annotation. `progress_fd` is the
     descriptor of its progress page (progress.py), `stack_fd` that of a file to which faulthandler dumps its stacks on
-    signal `stack_signal`.
+    signal `stack_signal`. `lockstep` is the engine's.
     """
 
     session_token: str
@@ -353,6 +363,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     progress_fd: int = -1
     stack_fd: int = -1
     stack_signal: int = 0
+    lockstep: bool = False
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

@@ -221,14 +221,18 @@ class OutputSender:
 
 
 class ControlServer:
-    """The launcher's end of the control channel: a ROUTER."""
+    """The launcher's end of the control channel, or a hub such as a coordinator: a ROUTER.
+
+    Args:
+        high_water_mark: messages held for each peer; what exceeds them is dropped silently. 0: no limit.
+    """
 
     @_os_errors()
-    def __init__(self, context: ZmqContext, address: str) -> None:
+    def __init__(self, context: ZmqContext, address: str, high_water_mark: int = 0) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_CONTROL_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # else a ROUTER drops silently what a slow peer has not taken
+        self._socket.setsockopt(zmq.SNDHWM, high_water_mark)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
 
@@ -248,8 +252,9 @@ class ControlServer:
         """Sends to a peer that has sent something; a peer that is gone is no error."""
         self._socket.send_multipart([receiver, body])
 
-    def close(self) -> None:
-        self._socket.close(linger=0)
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes; what has not left may take `linger_ms` while the context terminates."""
+        self._socket.close(linger=linger_ms)
 
 
 class ControlClient:

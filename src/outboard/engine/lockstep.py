@@ -1,0 +1,130 @@
+"""The busy loop of an engine whose ranks must step together (waves.py): real steps, dummy steps, reductions, rest."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any
+
+from outboard.dp.messages import AskControl
+from outboard.dp.rank_waves import Next, RankWaves
+from outboard.dp.step_sync import ReductionInterrupted, StepSync
+from outboard.dp.waves import Phase, RankReport, SetControl, StartWave
+from outboard.engine.controls import Controls
+from outboard.engine.core import EngineCore
+from outboard.engine.events import CoordinatorJoined, Stop
+from outboard.engine.lockstep_controls import LockstepControls
+from outboard.engine.loop import BusyLoop
+from outboard.errors import OutboardError
+from outboard.protocol.progress import BUSY, ProgressPage
+
+__all__ = ["LockstepLoop"]
+
+
+class LockstepLoop(BusyLoop):
+    """Steps whenever any rank has work. It rests until a coordinator knows of it; what comes before that waits.
+
+    Stopped, it ends its requests and goes on with the others to the end of the wave: all are stopped together, and one
+    that just ended would leave the others in the middle of a step.
+
+    Args:
+        engine, inbox, page: as `BusyLoop`.
+        waves: of this rank.
+        sync: by which the ranks agree.
+        incarnation: of this engine core.
+    """
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        inbox: SimpleQueue[Any],
+        page: ProgressPage,
+        *,
+        waves: RankWaves,
+        sync: StepSync,
+        incarnation: int = 0,
+    ) -> None:
+        self._waves = waves
+        self._sync = sync
+        self._given_up = False
+        super().__init__(engine, inbox, page, rank=waves.rank, incarnation=incarnation)
+        self._events[StartWave] = self._on_start
+        self._events[SetControl] = self._on_control
+
+    def _make_controls(self) -> Controls:
+        self._lockstep_controls = LockstepControls(self._engine, self._batch, self._admit, self._waves)
+        return self._lockstep_controls
+
+    def close(self, linger_ms: int) -> None:
+        super().close(linger_ms)
+        self._sync.close()
+
+    # --- what the coordinator says ---
+
+    def _on_coordinator(self, joined: CoordinatorJoined) -> None:
+        super()._on_coordinator(joined)
+        self._tell(self._waves.report())
+        self._lockstep_controls.forget_asked()
+
+    def _on_start(self, message: StartWave) -> None:
+        self._tell(self._waves.start(message))
+
+    def _on_control(self, message: SetControl) -> None:
+        self._tell(self._waves.set_control(message, self._has_work))
+
+    # --- steps ---
+
+    def _advance(self) -> bool:
+        waves = self._waves
+        if self._coordinator is None or self._given_up:
+            return False
+        self._tell(waves.update(self._has_work))
+        if waves.next is Next.REDUCE:
+            if self._engine_sleeps:
+                return False
+            self._given_up = not self._reduce()
+            if self._given_up:
+                return False
+        stepped = waves.next is Next.STEP
+        if stepped:
+            if self._engine.has_work():
+                self._engine.step(self._batch)
+            else:
+                self._engine.execute_dummy_batch()
+            waves.stepped()
+            self._page.stepped()
+        self._lockstep_controls.settle(self._ask)
+        return waves.next is not Next.REST
+
+    @property
+    def _has_work(self) -> bool:
+        return not self._stopping and self._engine.has_work()
+
+    @property
+    def _is_frozen(self) -> bool:
+        return self._waves.paused and self._waves.phase is Phase.IDLE
+
+    @property
+    def _engine_sleeps(self) -> bool:
+        """Others were woken up a moment before this one: they wait."""
+        return self._lockstep_controls.sleeping and not self._stopping
+
+    def _reduce(self) -> bool:
+        """Agrees with the others; False if this engine core is to end, and they may have ended."""
+        waves = self._waves
+        # The page says BUSY, and no sign of life is given: whoever waits for a hung rank must not look alive for ever.
+        try:
+            result = self._sync.reduce(waves.vote(self._has_work))
+        except ReductionInterrupted:
+            self._on_stop(Stop())
+            return False
+        self._page.alive(BUSY)
+        self._tell(waves.reduced(result, self._has_work))
+        return True
+
+    def _tell(self, report: RankReport | None) -> None:
+        if report is not None and self._coordinator is not None and not self._coordinator.say(report):
+            raise OutboardError("the coordinator does not read: a lockstep group cannot go on without it")
+
+    def _ask(self, paused: bool) -> bool:
+        mouth, waves = self._coordinator, self._waves
+        return mouth is not None and mouth.say(AskControl(waves.group, waves.control, paused))
