@@ -96,6 +96,9 @@ class Port:
             self.messages.append(message)
         return True
 
+    def flush(self) -> bool:
+        return True
+
     def close(self, linger_ms: int) -> None:
         self.lingers.append(linger_ms)
 

@@ -189,6 +189,9 @@ class _Port:
         self.frames.append(frames)
         return True
 
+    def flush(self) -> bool:
+        return True
+
     def close(self, linger_ms: int) -> None:
         pass
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from outboard.engine.outgoing import OutputPort
 
-__all__ = ["BadCall", "BadRequest", "ClientJoined", "ClientLeft", "DeferredResult", "Stop"]
+__all__ = ["BadCall", "BadRequest", "ClientJoined", "ClientLeft", "DeferredResult", "Stop", "Writable"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,3 +58,8 @@ class DeferredResult:
 @dataclass(slots=True, frozen=True)
 class Stop:
     """Abort everything and end."""
+
+
+@dataclass(slots=True, frozen=True)
+class Writable:
+    """A front end that took no more may take more now."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from outboard.config import TransportConfig
-from outboard.engine.events import ClientJoined, ClientLeft
+from outboard.engine.events import ClientJoined, ClientLeft, Writable
 from outboard.engine.incoming import Drops, Incoming
 from outboard.engine.port import SocketPort
 from outboard.errors import ProtocolError
@@ -21,12 +21,12 @@ from outboard.protocol.control import AttachClient, ClientAttached, DetachClient
 from outboard.protocol.messages import Init
 from outboard.protocol.progress import MAX_SLOTS
 from outboard.protocol.shm_pair import SharedMemory
+from outboard.transport.outputs import connect_outputs
 from outboard.transport.poller import SocketPoller
 from outboard.transport.sockets import (
     ContextTerminated,
     ControlClient,
     InputReceiver,
-    OutputSender,
     ZmqContext,
     check_descriptors,
 )
@@ -84,7 +84,6 @@ class InputThread(threading.Thread):
             self._close()
 
     def _close(self) -> None:
-        self._poller.close()
         for link in self._links.values():
             link.receiver.close()
         self._control.close()
@@ -92,6 +91,7 @@ class InputThread(threading.Thread):
             event = self._inbox.get_nowait()
             if isinstance(event, ClientJoined):  # a port that the busy loop never came to take
                 event.port.close(0)
+        self._poller.close()
 
     # --- the control channel ---
 
@@ -132,7 +132,9 @@ class InputThread(threading.Thread):
         memory = SharedMemory.join(who.arena)
         receiver = InputReceiver(self._context, who.input_address, who.identity, self._limits)
         try:
-            sender = OutputSender(self._context, who.output_address, self._limits)
+            sender = connect_outputs(
+                self._context, who.output_address, who.epoch, self._limits, self._poller, self._tell_writable
+            )
         except BaseException:
             receiver.close()
             raise
@@ -141,6 +143,9 @@ class InputThread(threading.Thread):
         self._inbox.put(ClientJoined(who.epoch, who.slot, port))
         self._links[who.client_index] = _Link(who.epoch, receiver)
         self._poller.add(receiver.fd, self._reader(who.epoch, receiver, Incoming(who.epoch, memory.reader)))
+
+    def _tell_writable(self) -> None:
+        self._inbox.put(Writable())
 
     def _detach(self, client_index: int) -> None:
         link = self._links.pop(client_index, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from outboard.engine.calls import convert_arguments
 from outboard.engine.client import Client
 from outboard.engine.controls import Controls
 from outboard.engine.core import EngineCore, OutputBatch, no_such_utility, utility_methods
-from outboard.engine.events import BadCall, BadRequest, ClientJoined, ClientLeft, DeferredResult, Stop
+from outboard.engine.events import BadCall, BadRequest, ClientJoined, ClientLeft, DeferredResult, Stop, Writable
 from outboard.engine.outgoing import describe, error_report
 from outboard.errors import InvalidRequestError, ProtocolError, UtilityNotFoundError
 from outboard.protocol.messages import (
@@ -87,6 +88,7 @@ class BusyLoop:
             ClientLeft: self._on_left,
             DeferredResult: self._on_deferred,
             Stop: self._on_stop,
+            Writable: lambda event: None,  # each turn tries to send anyway
         }
         self._items: dict[type, Callable[[Client, Any], None]] = {
             AddRequest: self._add,
@@ -143,9 +145,10 @@ class BusyLoop:
             client.outgoing.report_death(report)
 
     def close(self, linger_ms: int) -> None:
-        """Closes all ports; what they hold may take so long to leave."""
+        """Closes all ports; what they hold may take so long to leave, all together."""
+        deadline = time.monotonic() + linger_ms / 1000
         for client in self._clients.values():
-            client.port.close(linger_ms)
+            client.port.close(max(0, math.ceil((deadline - time.monotonic()) * 1000)))
         self._clients.clear()
 
     # --- input ---

@@ -50,6 +50,10 @@ class OutputPort(Protocol):
         """False if it is not taken."""
         ...
 
+    def flush(self) -> bool:
+        """Goes on with what was taken and could not leave at once; False if there is need to call this again."""
+        ...
+
     def close(self, linger_ms: int) -> None:
         """The end; what has been sent and has not left may take so long."""
         ...
@@ -113,9 +117,7 @@ class Outgoing:
         while columns.handles or self._answers or self._stats is not None:
             # Once refused, ask before encoding again: what is held grows.
             if (self._refused and not self._port.writable()) or not self._port.send(self._encode(now)):
-                self.retry_after = min(self.retry_after * 2, _LAST_RETRY) if self._refused else _FIRST_RETRY
-                self._refused = True
-                return False
+                return self._refuse()
             self._refused = False
             self._sequence += 1
             if self._stats is not None:
@@ -125,7 +127,12 @@ class Outgoing:
                 columns.clear()
             elif self._answers:
                 self._answers.popleft()
-        return True
+        return self._port.flush() or self._refuse()
+
+    def _refuse(self) -> bool:
+        self.retry_after = min(self.retry_after * 2, _LAST_RETRY) if self._refused else _FIRST_RETRY
+        self._refused = True
+        return False
 
     def _encode(self, now: float, repaired: bool = False) -> Frames:
         """The next message: columns if there are any, else an answer, else the load alone."""
