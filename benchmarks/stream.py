@@ -20,21 +20,19 @@ import argparse
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import msgspec
 
 from benchmarks.baselines.plain import PlainClient
 from benchmarks.measure import Fifo, Span, settled, show, spread, write_json
 from outboard import AsyncLLM, AsyncMPClient, EngineConfig, EngineCoreRequest, SamplingParams, TransportConfig
+from outboard.config import Outputs
 from outboard.frontend.outputs import RequestOutput
 
 WINDOWS = {"free": 64, "windowed": 2, "paced": 0}
 PACE_MS = 5.0
 PROMPT = [1, 2, 3]
-
-
-Outputs = Literal["unix", "zmq"]
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from outboard.errors import ConfigError
 
-__all__ = ["EngineConfig", "FaultConfig", "RestartPolicy", "TransportConfig"]
+__all__ = ["EngineConfig", "FaultConfig", "Outputs", "RestartPolicy", "TransportConfig"]
 
+# How outputs travel from an engine core to a client.
+Outputs = Literal["unix", "zmq"]
 
 # Seconds; what the system's timers count in milliseconds of 32 bits ends soon after.
 _LONGEST = 1_000_000
@@ -108,7 +110,7 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             `SlowReaderError`. Tokens do not count: they merge.
     """
 
-    outputs: Literal["unix", "zmq"] = "unix"
+    outputs: Outputs = "unix"
     high_water_mark: int = 1000
     max_message_bytes: int = 4 << 30
     inline_bytes: int = 64 << 10
@@ -117,8 +119,8 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stream_buffer_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        if self.outputs not in ("unix", "zmq"):
-            raise ConfigError(f"outputs must be one of unix, zmq, not {self.outputs!r}")
+        if self.outputs not in get_args(Outputs):
+            raise ConfigError(f"outputs must be one of {', '.join(get_args(Outputs))}, not {self.outputs!r}")
         for name in self.__struct_fields__[1:]:
             least = 0 if name == "shared_memory_limit" else 1
             if getattr(self, name) < least:

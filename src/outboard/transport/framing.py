@@ -10,9 +10,10 @@ import struct
 from collections.abc import Sequence
 
 from outboard.errors import ProtocolError
+from outboard.protocol.codec import MAX_FRAMES
 from outboard.protocol.tensors import Buffer
 
-__all__ = ["HELLO_BYTES", "MAX_FRAMES", "Assembler", "Message", "head_of", "hello"]
+__all__ = ["HELLO_BYTES", "Assembler", "Message", "head_of", "hello"]
 
 _HELLO = struct.Struct("<8sQ")
 _MAGIC = b"outboard"
@@ -20,8 +21,6 @@ HELLO_BYTES = _HELLO.size
 
 _HEAD = struct.Struct("<QQ")
 _HEAD_BYTES = _HEAD.size
-# How many auxiliary frames a message may have; their lengths take 8 bytes each.
-MAX_FRAMES = 1 << 20
 
 # Messages without auxiliary frames that fit in here are handed on where they lie.
 _ROOM = 64 << 10
