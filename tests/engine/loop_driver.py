@@ -85,7 +85,7 @@ class Port:
         self.asked += 1
         return self.open
 
-    def send(self, frames: Sequence[Any]) -> bool:
+    def send(self, frames: Sequence[Any], more: bool = False) -> bool:
         if self.refuse_sends or not self.open:
             self.refuse_sends = max(0, self.refuse_sends - 1)
             return False

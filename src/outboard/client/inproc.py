@@ -185,7 +185,7 @@ class _Port:
     def writable(self) -> bool:
         return True
 
-    def send(self, frames: Sequence[Buffer]) -> bool:
+    def send(self, frames: Sequence[Buffer], more: bool = False) -> bool:
         self.frames.append(frames)
         return True
 

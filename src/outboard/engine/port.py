@@ -44,8 +44,8 @@ class SocketPort:
             check_size(frames, self._max_message_bytes)
         return frames
 
-    def send(self, frames: Sequence[Buffer]) -> bool:
-        if not self._sender.send(frames):
+    def send(self, frames: Sequence[Buffer], more: bool = False) -> bool:
+        if not self._sender.send(frames, more):
             return False
         self._unsent = None
         return True

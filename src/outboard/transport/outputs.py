@@ -23,8 +23,11 @@ __all__ = ["OutputReader", "OutputSender", "ZmqReader", "connect_outputs", "list
 class OutputSender(Protocol):
     """The engine core's end. Never blocks but to close."""
 
-    def send(self, frames: Sequence[Buffer]) -> bool:
-        """Sends a message: whole, if at all. False if it is not taken now. Auxiliary frames are not copied."""
+    def send(self, frames: Sequence[Buffer], more: bool = False) -> bool:
+        """Sends a message: whole, if at all. False if it is not taken now. Auxiliary frames are not copied.
+
+        Where `more` comes at once, or else `flush`, the message may wait for that.
+        """
         ...
 
     def writable(self) -> bool:

@@ -199,8 +199,11 @@ class ZmqSender:
         """Whether a message would be taken now; cheaper than to encode one and be refused."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLOUT))
 
-    def send(self, frames: Sequence[Buffer]) -> bool:
-        """Sends a message; False if ZeroMQ holds as many as it may. Auxiliary frames are not copied."""
+    def send(self, frames: Sequence[Buffer], more: bool = False) -> bool:
+        """Sends a message; False if ZeroMQ holds as many as it may. Auxiliary frames are not copied.
+
+        `more` means nothing here: ZeroMQ's thread sends together what it finds.
+        """
         socket = self._socket
         try:
             if len(frames) == 1:

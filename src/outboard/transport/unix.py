@@ -45,8 +45,8 @@ _BACKLOG = 128
 class UnixSender:
     """The engine core's end. Never blocks but to close. Belongs to the busy loop, once made.
 
-    The socket takes what fits into its buffer. A message of which it took only a part is finished before anything else
-    is sent; `flush` does that.
+    The socket takes what fits into its buffer. A message of which it took only a part is kept here, and finished before
+    anything else is sent; `flush` does that.
 
     Args:
         address: where the client listens.
@@ -63,7 +63,7 @@ class UnixSender:
     def __init__(
         self, address: str, epoch: int, high_water_mark: int, poller: SocketPoller, on_writable: Callable[[], None]
     ) -> None:
-        self._rest: deque[memoryview] = deque()  # of the message that was begun
+        self._rest: deque[memoryview] = deque()  # of what was begun, or waits for more
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.setblocking(False)
@@ -85,11 +85,17 @@ class UnixSender:
         """Whether a message would be taken now; cheaper than to encode one and be refused."""
         return self.flush() and bool(self._poll.poll(0))
 
-    def send(self, frames: Sequence[Buffer]) -> bool:
-        """Sends a message; False if the socket takes nothing of it. Auxiliary frames are not copied."""
+    def send(self, frames: Sequence[Buffer], more: bool = False) -> bool:
+        """Sends a message; False if the socket takes nothing of it. Auxiliary frames are not copied.
+
+        Where `more` comes at once, or else `flush`, a small message waits for that, to be sent together.
+        """
+        head = head_of(frames)
+        if more and len(frames) == 1 and len(self._rest) < _AT_ONCE:
+            self._rest.append(memoryview(head + frames[0]))
+            return True
         if self._rest and not self.flush():
             return False
-        head = head_of(frames)
         try:
             if len(frames) == 1 and len(frames[0]) <= _COPIED:
                 data = head + frames[0]
