@@ -46,7 +46,10 @@ class SocketPoller:
 
     def remove(self, fd: int) -> None:
         """Forgets a socket; must precede its close. May be called by a reader."""
-        self._epoll.unregister(fd)
+        try:
+            self._epoll.unregister(fd)
+        except OSError:
+            pass  # somebody else has closed it
         del self._readers[fd]
         self._unfinished.pop(fd, None)
 
