@@ -84,15 +84,21 @@ def test_frames_of_the_largest_size_are_taken() -> None:
     assert feed(Assembler(1000), on_the_wire([message, message[:1]])) == [message, message[:1]]
 
 
+def test_a_frame_that_gets_memory_of_its_own_from_the_system() -> None:
+    message = [b"body", bytes(range(256)) * (40 << 10), b"end"]
+    assert feed(Assembler(1 << 30), on_the_wire([message])) == [message]
+
+
 @pytest.mark.parametrize("count", [MAX_FRAMES + 1, 2**40, 2**64 - 1])
 def test_too_many_frames(count: int) -> None:
     with pytest.raises(ProtocolError, match="frames"):
         feed(Assembler(MOST), struct.pack("<QQ", 1, count))
 
 
-def test_more_than_there_is_memory_for() -> None:
+@pytest.mark.parametrize("size", [2**46, 2**62, 2**63])
+def test_more_than_there_is_memory_for(size: int) -> None:
     with pytest.raises(ProtocolError, match="no memory"):
-        feed(Assembler(2**63), struct.pack("<QQ", 2**62, 0))
+        feed(Assembler(2**63), struct.pack("<QQ", size, 0))
 
 
 def test_frames_stay_as_they_are_and_bodies_make_room() -> None:
