@@ -10,7 +10,8 @@ in three modes: free (the engine is at most 64 steps ahead of the readers), wind
 5 ms). All requests are in before the engine takes its first step; what is measured begins there and ends with the last
 token.
 
-    python -m benchmarks.stream [--streams 256] [--steps 400] [--reps 5] [--loop default|uvloop|both] [--json FILE]
+    python -m benchmarks.stream [--streams 256] [--steps 400] [--reps 5] [--loop default|uvloop|both]
+                                [--outputs unix zmq] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import argparse
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from benchmarks.baselines.plain import PlainClient
 from benchmarks.measure import Fifo, Span, settled, show, spread, write_json
-from outboard import AsyncLLM, AsyncMPClient, EngineConfig, EngineCoreRequest, SamplingParams
+from outboard import AsyncLLM, AsyncMPClient, EngineConfig, EngineCoreRequest, SamplingParams, TransportConfig
+from outboard.config import Outputs
 from outboard.frontend.outputs import RequestOutput
 
 WINDOWS = {"free": 64, "windowed": 2, "paced": 0}
@@ -37,13 +39,14 @@ class Job(msgspec.Struct, frozen=True):
     """One measurement: so many streams of so many tokens. `check` looks at every token, which costs time."""
 
     mode: str
+    outputs: Outputs
     streams: int
     steps: int
     check: bool
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What one measurement gave."""
+    """What one measurement gave. `design` names the outputs' transport too, where there is a choice."""
 
     design: str
     mode: str
@@ -117,13 +120,18 @@ def options(job: Job, fifo: Fifo) -> dict[str, Any]:
     return {"start_after": job.streams + 1, **pace}
 
 
+def config(job: Job, fifo: Fifo) -> EngineConfig:
+    """Of Outboard's own engine core."""
+    return EngineConfig(engine="mock", options=options(job, fifo), transport=TransportConfig(outputs=job.outputs))
+
+
 async def run_streams(job: Job, fifo: Fifo) -> Outcome:
     """`AsyncLLM.generate`."""
 
     def generate(max_tokens: int) -> AsyncIterator[RequestOutput]:
         return llm.generate(PROMPT, SamplingParams(max_tokens=max_tokens, output_kind="delta", detokenize=False))
 
-    async with AsyncLLM(EngineConfig(engine="mock", options=options(job, fifo))) as llm:
+    async with AsyncLLM(config(job, fifo)) as llm:
         return await read_streams(job, fifo, engine_pid(llm.client), generate)
 
 
@@ -143,7 +151,7 @@ async def run_columns(job: Job, fifo: Fifo) -> Outcome:
         )
 
     meter = Meter(job, fifo)
-    client = await AsyncMPClient.launch(EngineConfig(engine="mock", options=options(job, fifo)))
+    client = await AsyncMPClient.launch(config(job, fifo))
     try:
         for i in range(job.streams):
             await add(f"stream-{i}", job.steps)
@@ -191,7 +199,7 @@ def measure(design: str, job: Job, loop: str) -> Sample:
         span, meter = runner.run(asyncio.wait_for(DESIGNS[design](job, fifo), 120))
     tokens = job.streams * job.steps
     return Sample(
-        design,
+        design if design == "plain" else f"{design}, {job.outputs}",
         job.mode,
         loop,
         tokens / span.wall,
@@ -237,15 +245,26 @@ def main() -> None:
     parser.add_argument("--loop", choices=("default", "uvloop", "both"), default="default")
     parser.add_argument("--modes", nargs="+", choices=list(WINDOWS), default=list(WINDOWS))
     parser.add_argument("--designs", nargs="+", choices=list(DESIGNS), default=list(DESIGNS))
+    parser.add_argument(
+        "--outputs", nargs="+", choices=get_args(Outputs), default=[TransportConfig().outputs], help="several: in turn"
+    )
     parser.add_argument("--check", action="store_true", help="look at every token; the times then mean little")
     parser.add_argument("--json", metavar="FILE", help="write every measurement here")
     args = parser.parse_args()
     loops = ("default", "uvloop") if args.loop == "both" else (args.loop,)
     samples = []
+    turns = [
+        (design, outputs) for design in args.designs for outputs in args.outputs[: 1 if design == "plain" else None]
+    ]
     for mode in args.modes:
-        job = Job(mode, args.streams, min(args.steps, 120) if mode == "paced" else args.steps, args.check)
-        here = [measure(design, job, loop) for _ in range(args.reps) for loop in loops for design in args.designs]
-        report(here, f"{mode}: {job.streams} streams of {job.steps} tokens, median (least - most) of {args.reps}")
+        steps = min(args.steps, 120) if mode == "paced" else args.steps
+        here = [
+            measure(design, Job(mode, outputs, args.streams, steps, args.check), loop)
+            for _ in range(args.reps)
+            for loop in loops
+            for design, outputs in turns
+        ]
+        report(here, f"{mode}: {args.streams} streams of {steps} tokens, median (least - most) of {args.reps}")
         samples += here
     if args.json:
         write_json(args.json, msgspec.to_builtins(samples))

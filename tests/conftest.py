@@ -10,10 +10,29 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
-from support import Run, children
+from outboard.client import link
+from outboard.config import TransportConfig
+from support import OUTPUTS, Run, children
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _chosen_outputs() -> Iterator[None]:
+    """Clients of this process whose config does not choose take the way of `support.OUTPUTS`."""
+    listen = link.listen_for_outputs
+    default = TransportConfig().outputs
+
+    def chosen(context: Any, directory: str, epoch: int, config: TransportConfig, *functions: Any) -> Any:
+        if config.outputs == default:
+            config = msgspec.structs.replace(config, outputs=OUTPUTS)
+        return listen(context, directory, epoch, config, *functions)
+
+    link.listen_for_outputs = chosen
+    yield
+    link.listen_for_outputs = listen
 
 
 @pytest.fixture

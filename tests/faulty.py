@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -245,3 +246,37 @@ class NoDummyBatch(MockEngine):
     """Its ranks are to step together, and it does not say how one without work takes part."""
 
     lockstep = True
+
+
+class MeddlingEngine(MockEngine):
+    """Gets at the connection of its own outputs, which must be a Unix socket."""
+
+    @utility
+    def close_outputs(self) -> None:
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, self._outputs().fileno())
+        os.close(null)
+
+    @utility
+    def write_to_outputs(self, data: bytes) -> None:
+        self._outputs().send(data)
+
+    @staticmethod
+    def _outputs() -> socket.socket:
+        """The other object of the process that has this descriptor closes it."""
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+            try:
+                found = socket.socket(fileno=int(name))
+            except OSError:
+                continue
+            try:
+                if found.family == socket.AF_UNIX and "/out-" in os.fsdecode(found.getpeername()):
+                    _KEPT.append(found)
+                    return found
+            except OSError:
+                pass
+            found.detach()
+        raise AssertionError("no outputs")
+
+
+_KEPT: list[socket.socket] = []

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
+from outboard.config import Outputs, TransportConfig
+
 Run = Callable[[Awaitable[Any]], Any]
+
+# How outputs travel in tests that do not choose; set the environment variable to test the other way.
+OUTPUTS = cast(Outputs, os.environ.get("OUTBOARD_TEST_OUTPUTS", TransportConfig().outputs))
 
 
 def children() -> list[psutil.Process]:

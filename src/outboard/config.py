@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from outboard.errors import ConfigError
 
-__all__ = ["EngineConfig", "FaultConfig", "ParallelConfig", "RankOptions", "RestartPolicy", "TransportConfig"]
+__all__ = [
+    "EngineConfig",
+    "FaultConfig",
+    "Outputs",
+    "ParallelConfig",
+    "RankOptions",
+    "RestartPolicy",
+    "TransportConfig",
+]
 
+# How outputs travel from an engine core to a client.
+Outputs = Literal["unix", "zmq"]
 
 # Seconds; what the system's timers count in milliseconds of 32 bits ends soon after.
 _LONGEST = 1_000_000
@@ -96,11 +106,13 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Limits of the sockets between a client and its engine cores.
 
     Attributes:
-        high_water_mark: messages that ZeroMQ holds for each direction before the sender keeps them itself.
-            ZeroMQ's own default.
+        outputs: how outputs travel from an engine core to a client: "unix", a plain Unix socket, or "zmq".
+        high_water_mark: messages that the sockets hold for each direction before the sender keeps them itself.
+            ZeroMQ's own default. A Unix socket counts bytes: it is asked for 4 KiB a message, up to 8 MiB, of which the
+            system may allow less (`net.core.wmem_max`; by default some 100 messages of 256 requests).
         max_message_bytes: a peer that sends a larger message is disconnected.
         inline_bytes: arrays up to this size travel inside the message body; larger ones as frames of their own,
-            which ZeroMQ does not copy from 64 KiB on (below that it copies anyway).
+            which no sender copies from 64 KiB on (below that ZeroMQ copies anyway).
         shared_memory_bytes: arrays larger than this travel through shared memory, where there is room for them.
         shared_memory_limit: most bytes of shared memory for each engine core and each direction; memory is taken as it
             is needed, and kept for reuse. 0 turns shared memory off.
@@ -108,6 +120,7 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             `SlowReaderError`. Tokens do not count: they merge.
     """
 
+    outputs: Outputs = "unix"
     high_water_mark: int = 1000
     max_message_bytes: int = 4 << 30
     inline_bytes: int = 64 << 10
@@ -116,7 +129,9 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stream_buffer_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
+        if self.outputs not in get_args(Outputs):
+            raise ConfigError(f"outputs must be one of {', '.join(get_args(Outputs))}, not {self.outputs!r}")
+        for name in self.__struct_fields__[1:]:
             least = 0 if name == "shared_memory_limit" else 1
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")

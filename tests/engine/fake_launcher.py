@@ -36,12 +36,15 @@ from outboard.protocol.progress import Progress, ProgressReader
 from outboard.protocol.report import ReportPage
 from outboard.protocol.sampling import SamplingParams
 from outboard.protocol.shm_pair import SharedMemory
-from outboard.transport.sockets import ControlServer, bind_input, bind_output, make_context, wait_for_peers
+from outboard.protocol.tensors import Buffer
+from outboard.transport.outputs import listen_for_outputs
+from outboard.transport.sockets import ControlServer, bind_input, make_context, wait_for_peers
+from support import OUTPUTS
 
 __all__ = ["FakeLauncher", "FrontEnd", "eventually"]
 
 BOUND = 20.0  # seconds; whatever is waited for here comes in a fraction of one
-CONFIG = TransportConfig()
+CONFIG = TransportConfig(outputs=OUTPUTS)
 SHARED = 1 << 20  # larger arrays go into shared memory
 
 
@@ -61,10 +64,14 @@ class FrontEnd:
         self.memory = memory
         self.index, self.epoch, self.slot = index, epoch, slot
         name = directory / f"{index}-{epoch}"
-        self.addresses = (f"ipc://{name}.in", f"ipc://{name}.out")
+        self.strangers: list[str] = []
+        self.ends: list[str] = []
+        self.outputs = listen_for_outputs(
+            context, str(directory), epoch, CONFIG, self._take, self.ends.append, self.strangers.append
+        )
+        self.addresses = (f"ipc://{name}.in", self.outputs.address)
         self.identity = b"engine-%d" % epoch
         self.router = bind_input(context, self.addresses[0], CONFIG)
-        self.pull = bind_output(context, self.addresses[1], CONFIG)
         self.messages: list[EngineCoreOutputs] = []
         self.dead: list[EngineCoreDead] = []
         self.sent = 0
@@ -96,9 +103,14 @@ class FrontEnd:
 
     def receive(self, timeout: float = BOUND) -> bool:
         """Takes one message; False if none came."""
-        if not self.pull.poll(int(timeout * 1000)):
-            return False
-        body, *aux = self.pull.recv_multipart()
+        deadline = time.monotonic() + timeout
+        while not self.outputs.drain(1):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def _take(self, body: Buffer, aux: Sequence[Buffer]) -> None:
         message = self._decoder.decode(body, aux)
         assert message.epoch == self.epoch
         if isinstance(message, EngineCoreDead):
@@ -106,7 +118,6 @@ class FrontEnd:
         else:
             assert message.sequence == len(self.messages)
             self.messages.append(message)
-        return True
 
     def receive_until(self, condition: Callable[[], Any]) -> Any:
         while not (value := condition()):
@@ -134,7 +145,8 @@ class FrontEnd:
     def close(self) -> None:
         self.memory.close()
         self.router.close(linger=0)
-        self.pull.close(linger=0)
+        self.outputs.stop()
+        self.outputs.close()
 
 
 class FakeLauncher:
@@ -209,6 +221,7 @@ class FakeLauncher:
         }
         self.send_body(msgspec.msgpack.encode(AttachClient(**(fields | changes))))
         answer: ClientAttached = self.receive(ClientAttached)
+        assert answer.refused or front_end.outputs.accept()
         return answer
 
     def detach(self, front_end: FrontEnd) -> None:

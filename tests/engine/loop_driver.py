@@ -61,6 +61,7 @@ class Port:
     Attributes:
         open: whether it takes anything.
         refuse_sends: how many messages `send` refuses although `writable` said yes.
+        unfinished: how often `flush` must be called until all has left.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,9 @@ class Port:
         self.dead: list[EngineCoreDead] = []
         self.open = True
         self.lingers: list[int] = []  # one entry a close
+        self.more: list[bool] = []  # of each message: whether another follows at once
         self.refuse_sends = 0
+        self.unfinished = 0
         self.encoded = 0
         self.asked = 0
         self._encode = MsgpackEncoder(inline_bytes=64).encode
@@ -85,7 +88,7 @@ class Port:
         self.asked += 1
         return self.open
 
-    def send(self, frames: Sequence[Any]) -> bool:
+    def send(self, frames: Sequence[Any], more: bool = False) -> bool:
         if self.refuse_sends or not self.open:
             self.refuse_sends = max(0, self.refuse_sends - 1)
             return False
@@ -94,7 +97,12 @@ class Port:
             self.dead.append(message)
         else:
             self.messages.append(message)
+        self.more.append(more)
         return True
+
+    def flush(self) -> bool:
+        self.unfinished = max(0, self.unfinished - 1)
+        return not self.unfinished
 
     def close(self, linger_ms: int) -> None:
         self.lingers.append(linger_ms)
@@ -110,6 +118,7 @@ class Engine(EngineCore):
         self.on_step: Callable[[OutputBatch], None] | None = None
         self.stats: SchedulerStats | None = None
         self.futures: list[Future[Any]] = []
+        self.on_look: Callable[[], Any] = lambda: None
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.events.append(("add", request.external_req_id))
@@ -143,6 +152,10 @@ class Engine(EngineCore):
     def echo(self, *args: Any, **kwargs: Any) -> Any:
         self.events.append(("echo", *args))
         return [list(args), kwargs]
+
+    @utility
+    def look(self) -> None:
+        self.events.append(self.on_look())
 
     @utility
     def boom(self) -> None:

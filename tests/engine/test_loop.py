@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from loop_driver import EPOCH, Asleep, Core, Engine, Port
 
 from outboard import OutputBatch
-from outboard.engine.events import BadCall, BadRequest, ClientJoined, Stop
+from outboard.engine import loop as loop_module
+from outboard.engine.events import BadCall, BadRequest, ClientJoined, Stop, Writable
 from outboard.engine.loop import BusyLoop
 from outboard.errors import InvalidRequestError
 from outboard.protocol.messages import AddRequest, SchedulerStats, UtilityCall, UtilityOutput
@@ -284,6 +285,37 @@ def test_an_abort_during_refusal_keeps_what_there_was(core: Core) -> None:
 # --- utility calls ---------------------------------------------------------------------------------------------------
 
 
+def test_a_message_that_left_in_part_is_finished_before_the_loop_sleeps(core: Core) -> None:
+    core.add(0)
+    core.port.unfinished = 8
+    with pytest.raises(Asleep):
+        for _ in range(10):
+            core.loop.turn()
+    assert core.port.unfinished == 0
+    assert core.sent() == {0: [1, 2, 3, "stop"]}
+    assert core.inbox.waits and max(core.inbox.waits) <= 0.02
+
+
+def test_the_loop_is_woken_when_a_client_takes_more(core: Core) -> None:
+    core.port.open = False
+    core.add(0, [7])
+    core.loop.turn()
+    core.loop.turn()
+    core.port.open = True
+    waits = len(core.inbox.waits)
+    core.inbox.put(Writable())
+    core.loop.turn()
+    assert len(core.inbox.waits) == waits
+    assert core.sent()[0][0] == 7
+
+
+def test_a_stop_waits_until_all_has_left(core: Core) -> None:
+    core.port.unfinished = 5
+    core.inbox.put(Stop())
+    core.loop.run()
+    assert core.port.unfinished == 0
+
+
 def test_a_utility_call_is_answered(core: Core) -> None:
     core.call(5, "echo", 1, "two", key=[3])
     core.settle()
@@ -296,6 +328,67 @@ def test_a_utility_call_has_its_place_between_requests(core: Core) -> None:
     core.abort(0)
     core.settle()
     assert core.engine.events == [("add", "r0"), ("echo", "x"), ("abort", 1)]
+
+
+def test_answers_to_quick_calls_leave_together(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_QUICK", 100.0)
+    core.engine.on_look = lambda: len(core.port.messages)
+    for call_id in range(3):
+        core.call(call_id, "look")  # once it was quick
+    core.loop.turn()
+    for call_id in range(3, 103):
+        core.call(call_id, "look")
+    core.loop.turn()
+    assert [answer.call_id for answer in core.answers()] == list(range(103))
+    # The first of a name waits for none; then up to 32 are held.
+    assert core.engine.events == [0, 0, 0, *([3] * 32), *([35] * 32), *([67] * 32), *([99] * 4)]
+    assert [not more for more in core.port.more] == [number in (2, 34, 66, 98, 102) for number in range(103)]
+
+
+def test_no_answer_waits_for_what_may_take_long(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of a method that was not quick, or was not called yet; a request; a step."""
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(len(core.answers()))
+
+    core.engine.on_look = look
+    core.engine.on_step = lambda outputs: look()
+    monkeypatch.setattr(loop_module, "_QUICK", 100.0)
+    core.call(0, "echo")
+    core.call(1, "look")
+    core.loop.turn()
+    assert seen == [1]
+    core.engine.refuse = None
+    core.call(2, "echo")
+    core.add(0)
+    core.call(3, "echo")
+    core.loop.turn()
+    assert seen == [1, 4]
+    assert [event for event in core.engine.events if event] == [
+        ("echo",),
+        ("echo",),
+        ("add", "r0"),
+        ("echo",),
+        "step",
+    ]
+    monkeypatch.setattr(loop_module, "_QUICK", 0.0)
+    core.call(4, "look")
+    core.loop.turn()
+    core.call(5, "echo")
+    core.call(6, "look")
+    core.loop.turn()
+    assert seen == [1, 4, 4, 5, 6, 7]
+
+
+def test_answers_of_a_client_that_leaves_are_forgotten(core: Core) -> None:
+    other = core.join()
+    other.call(0, "look")
+    core.call(0, "look")
+    other.leave()
+    core.loop.turn()
+    assert [answer.call_id for answer in core.answers()] == [0]
+    assert other.port.lingers == [0]
 
 
 def test_what_a_utility_raises_reaches_its_caller(core: Core) -> None:
@@ -593,7 +686,7 @@ def test_a_sleeping_loop_is_woken_by_its_queue() -> None:
     answered = threading.Event()
     send = port.send
 
-    def notice(frames: Sequence[Any]) -> bool:
+    def notice(frames: Sequence[Any], more: bool = False) -> bool:
         taken = send(frames)
         if port.messages[-1].utility_output is not None:
             (asked if port.messages[-1].utility_output.call_id == 0 else answered).set()

@@ -16,8 +16,12 @@ import psutil
 import pytest
 import zmq
 
-from outboard import AsyncLLM, EngineConfig, SamplingParams
+from outboard import AsyncLLM, EngineConfig, SamplingParams, TransportConfig
+from outboard.config import Outputs
 from outboard.protocol.messages import EngineCoreDead, EngineCoreOutputs, ErrorReport, UtilityOutput
+from outboard.transport import outputs as outputs_module
+from outboard.transport.framing import head_of, hello
+from outboard.transport.unix import UnixReader
 from support import Run, children
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -26,24 +30,24 @@ ALPHABET = [97 + i % 26 for i in range(5000)]
 encode = msgspec.msgpack.encode
 
 
-def outputs(epoch: int, **fields: Any) -> bytes:
+def columns(epoch: int, **fields: Any) -> bytes:
     return encode(EngineCoreOutputs(0, epoch, 0, 0.0, **fields))
 
 
 # What a stranger may send; each gets the true epoch only where it could not have guessed the rest.
 JUNK: dict[str, Callable[[], list[bytes]]] = {
     "empty": lambda: [b""],
-    "truncated": lambda: [outputs(1, handles=[0, 1], tokens=[5, 6])[:-4]],
+    "truncated": lambda: [columns(1, handles=[0, 1], tokens=[5, 6])[:-4]],
     "random": lambda: [random.Random(7).randbytes(200)],
     "another type": lambda: [encode({"not": "an array"})],
     "wrong field": lambda: [encode([0, 0, "epoch", "sequence", [], {}, None])],
-    "missing frames": lambda: [outputs(1, extras=None, utility_output=UtilityOutput(0, msgspec.msgpack.Ext(1, b"x")))],
-    "extra frames": lambda: [outputs(1), b"more", b"and more"],
-    "another epoch": lambda: [outputs(12345, handles=[0], tokens=[99])],
-    "unknown call id": lambda: [outputs(12345, utility_output=UtilityOutput(10**6, "forged"))],
-    "unknown handle": lambda: [outputs(12345, handles=[10**9], tokens=[1])],
-    "columns that do not fit": lambda: [outputs(12345, handles=[0, 1, 2], tokens=[1])],
-    "a finish that was not": lambda: [outputs(12345, handles=[0], tokens=[1], finished=[(0, "stop", None)])],
+    "missing frames": lambda: [columns(1, extras=None, utility_output=UtilityOutput(0, msgspec.msgpack.Ext(1, b"x")))],
+    "extra frames": lambda: [columns(1), b"more", b"and more"],
+    "another epoch": lambda: [columns(12345, handles=[0], tokens=[99])],
+    "unknown call id": lambda: [columns(12345, utility_output=UtilityOutput(10**6, "forged"))],
+    "unknown handle": lambda: [columns(12345, handles=[10**9], tokens=[1])],
+    "columns that do not fit": lambda: [columns(12345, handles=[0, 1, 2], tokens=[1])],
+    "a finish that was not": lambda: [columns(12345, handles=[0], tokens=[1], finished=[(0, "stop", None)])],
     "forged ENGINE_CORE_DEAD": lambda: [encode(EngineCoreDead(0, 12345, ErrorReport("Forged", "dead", "")))],
 }
 
@@ -63,8 +67,11 @@ def address_of(llm: AsyncLLM, prefix: str) -> str:
 
 
 def test_thirteen_kinds_of_junk_on_the_output_socket_touch_none_of_twenty_streams(run: Run) -> None:
+    """ZeroMQ lets anybody connect at any time."""
+
     async def main() -> None:
-        async with AsyncLLM(EngineConfig(engine="mock", options={"step_ms": 2.0})) as llm:
+        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(outputs="zmq"))
+        async with AsyncLLM(config) as llm:
             streams = [asyncio.create_task(read(llm, 400)) for _ in range(20)]
             while llm.client.stats()["requests"] < 20:
                 await asyncio.sleep(0.01)
@@ -76,6 +83,44 @@ def test_thirteen_kinds_of_junk_on_the_output_socket_touch_none_of_twenty_stream
                 stranger.close(linger=1000)
             assert await asyncio.gather(*streams) == [ALPHABET[:400]] * 20
             assert sum(llm.client.stats()["dropped"].values()) == len(JUNK) == 13
+            await llm.check_health()
+
+    run(main())
+
+
+def test_thirteen_strangers_who_are_there_before_the_engine_core_touch_none_of_twenty_streams(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Unix socket can be connected to only until the engine core has."""
+    strangers: list[socket.socket] = []
+
+    class Crowded(UnixReader):
+        def __init__(self, path: str, *args: Any) -> None:
+            super().__init__(path, *args)
+            for make in JUNK.values():
+                stranger = socket.socket(socket.AF_UNIX)
+                strangers.append(stranger)
+                stranger.connect(path)
+                frames = make()
+                stranger.sendall(hello(12345) + head_of(frames) + b"".join(frames))
+
+    monkeypatch.setattr(outputs_module, "UnixReader", Crowded)
+
+    async def main() -> None:
+        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(outputs="unix"))
+        async with AsyncLLM(config) as llm:
+            streams = [asyncio.create_task(read(llm, 400)) for _ in range(20)]
+            while llm.client.stats()["requests"] < 20:
+                await asyncio.sleep(0.01)
+            for stranger in strangers:
+                with pytest.raises(OSError):
+                    stranger.send(b"more")
+                stranger.close()
+            with pytest.raises(ValueError, match="not enough values"):
+                address_of(llm, "out-")
+            assert await asyncio.gather(*streams) == [ALPHABET[:400]] * 20
+            assert llm.client.stats()["dropped"] == {"stranger": len(JUNK)}
+            assert len(JUNK) == 13
             await llm.check_health()
 
     run(main())
@@ -102,15 +147,17 @@ def test_junk_on_the_other_sockets(run: Run, prefix: str) -> None:
     run(main())
 
 
-def test_bytes_that_are_no_zeromq(run: Run) -> None:
+@pytest.mark.parametrize("outputs", ["unix", "zmq"])
+def test_bytes_that_are_no_zeromq(run: Run, outputs: Outputs) -> None:
     """As a security scanner sends them to everything that listens."""
 
     async def main() -> None:
-        async with AsyncLLM(EngineConfig(engine="mock", options={"step_ms": 2.0})) as llm:
+        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(outputs=outputs))
+        async with AsyncLLM(config) as llm:
             streams = [asyncio.create_task(read(llm, 300)) for _ in range(20)]
             while llm.client.stats()["requests"] < 20:
                 await asyncio.sleep(0.01)
-            for prefix in ("in-", "out-", "control"):
+            for prefix in ("in-", "out-", "control") if outputs == "zmq" else ("in-", "control"):
                 for data in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"\xff" * 100, b""):
                     with socket.socket(socket.AF_UNIX) as scanner:
                         scanner.connect(address_of(llm, prefix).removeprefix("ipc://"))

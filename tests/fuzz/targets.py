@@ -44,6 +44,7 @@ from outboard.protocol.messages import (
 from outboard.protocol.report import NUMBER, REPORT_OFFSET, TAIL_OFFSET, ReportPage
 from outboard.protocol.sampling import SamplingParams
 from outboard.protocol.shm import DATA, ArenaAddress, SlotPool, SlotReader, SlotRef
+from outboard.transport.framing import Assembler, head_of
 from sample_messages import encoded, structs
 
 __all__ = ["TARGETS", "Frames", "Target"]
@@ -289,6 +290,46 @@ class IncomingTarget(Target):
         return item is not None
 
 
+class StreamTarget(Target):
+    """`Assembler`, with the bytes in pieces: `ProtocolError` only, and what comes out had been put in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        slots = Slots()
+        for message in outputs():
+            for encode in (slots.framing, slots.leasing):
+                frames = plain(encode(message))
+                whole = head_of(frames) + b"".join(frames)
+                self.samples += [[whole], [whole[:5], whole[5:40], whole[40:]], [whole * 2], [head_of(frames), *frames]]
+        large = [b"x" * 70_000, b"", b"y" * 10]
+        self.seeds = [[head_of(large), *large], [struct.pack("<QQ", 5, 2**16), bytes(2**19), b"12345"]]
+        self.seeds += [[struct.pack("<QQ", *sizes), b"x"] for sizes in ((2**20, 0), (2**63, 1), (0, 2**16), (0, 2**63))]
+
+    def feed(self, frames: Frames) -> bool:
+        assembler = Assembler(1 << 20)
+        came = taken = 0
+        try:
+            for piece in frames:
+                rest = memoryview(piece)
+                while (message := assembler.next()) is not None or rest:
+                    if message is not None:
+                        taken += sum(map(len, message[1]), len(message[0]))
+                        continue
+                    room = assembler.room()
+                    count = min(len(room), len(rest))
+                    if not count:
+                        raise AssertionError("no room")
+                    room[:count] = rest[:count]
+                    assembler.came(count)
+                    came += count
+                    rest = rest[count:]
+        except ProtocolError:
+            return False
+        if taken > came:
+            raise AssertionError("more came out than was put in")
+        return taken > 0
+
+
 # --- the handshake ---------------------------------------------------------------------------------------------------
 
 
@@ -496,6 +537,7 @@ _add("Init, Refused", 1, lambda: Decoder(Init | Refused, Refused("no"), bodies=e
 _add("anything", 2, lambda: Decoder(Any, *outputs(), values()))
 _add("all structs", 3, AllStructs)
 _add("Receiver", 4, ReceiverTarget)
+_add("Assembler", 2, StreamTarget)
 _add("Incoming", 4, IncomingTarget)
 _add("EngineHandshake", 2, HandshakeTarget)
 _add("ReportPage", 1, ReportTarget)

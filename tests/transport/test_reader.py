@@ -14,7 +14,7 @@ import zmq
 
 from outboard.config import TransportConfig
 from outboard.transport.reader import SocketReader
-from outboard.transport.sockets import OutputSender, ZmqContext, ZmqSocket, bind_output
+from outboard.transport.sockets import ZmqContext, ZmqSender, ZmqSocket, bind_output
 
 Run = Callable[[Awaitable[Any]], Any]
 ROOMY = TransportConfig(high_water_mark=50_000)
@@ -25,7 +25,7 @@ class Wire:
 
     def __init__(self, context: ZmqContext, address: str) -> None:
         self.pull: ZmqSocket = bind_output(context, address, ROOMY)
-        self.push = OutputSender(context, address, ROOMY)
+        self.push = ZmqSender(context, address, ROOMY)
         self.got: list[int] = []
         self.on_number: Callable[[int], None] = lambda number: None
         self.reader = SocketReader(self.pull, self.on_message)
@@ -123,7 +123,7 @@ def test_others_get_turns_during_a_flood(run: Run, wire: Wire) -> None:
 
 def test_frames_of_a_message_stay_together(run: Run, context: ZmqContext, short_tmp: Path) -> None:
     address = f"ipc://{short_tmp}/output"
-    pull, push = bind_output(context, address, ROOMY), OutputSender(context, address, ROOMY)
+    pull, push = bind_output(context, address, ROOMY), ZmqSender(context, address, ROOMY)
     got: list[tuple[bytes, list[bytes]]] = []
 
     async def main() -> None:

@@ -19,8 +19,8 @@ from outboard.transport.sockets import (
     ControlClient,
     ControlServer,
     InputReceiver,
-    OutputSender,
     ZmqContext,
+    ZmqSender,
     bind_input,
     bind_output,
     make_context,
@@ -39,7 +39,7 @@ def test_a_sender_refuses_whole_messages_at_its_high_water_mark(
     context: ZmqContext, eventually: Callable[..., Any], aux: list[bytes]
 ) -> None:
     pull = bind_output(context, "inproc://output", TIGHT)
-    sender = OutputSender(context, "inproc://output", TIGHT)
+    sender = ZmqSender(context, "inproc://output", TIGHT)
     for number in range(ROOM):
         assert sender.writable()
         assert sender.send([b"%d" % number, *aux])
@@ -57,7 +57,7 @@ def test_a_sender_refuses_whole_messages_at_its_high_water_mark(
 
 def test_a_sender_with_no_peer_yet_holds_what_its_mark_allows(context: ZmqContext, short_tmp: Path) -> None:
     address = f"ipc://{short_tmp}/output"
-    sender = OutputSender(context, address, TIGHT)
+    sender = ZmqSender(context, address, TIGHT)
     assert [sender.send([b"%d" % number]) for number in range(3)] == [True, True, False]
     pull = bind_output(context, address, TIGHT)
     pull.setsockopt(zmq.RCVTIMEO, 10_000)
@@ -69,7 +69,7 @@ def test_what_a_sender_holds_leaves_while_it_closes(short_tmp: Path) -> None:
     ours, theirs = make_context(), make_context()
     pull = bind_output(ours, address, TransportConfig())
     pull.setsockopt(zmq.RCVTIMEO, 10_000)
-    sender = OutputSender(theirs, address, TransportConfig())
+    sender = ZmqSender(theirs, address, TransportConfig())
     for number in range(500):
         assert sender.send([b"%d" % number, b"x" * 10_000])
     sender.close(10_000)
@@ -84,7 +84,7 @@ def test_what_a_sender_holds_leaves_while_it_closes(short_tmp: Path) -> None:
 def test_too_large_a_message_disconnects_its_sender_alone(context: ZmqContext, short_tmp: Path) -> None:
     address = f"ipc://{short_tmp}/output"
     pull = bind_output(context, address, TransportConfig(max_message_bytes=1000))
-    large, small = (OutputSender(context, address, TransportConfig()) for _ in range(2))
+    large, small = (ZmqSender(context, address, TransportConfig()) for _ in range(2))
     assert large.send([b"x" * 1001])
     assert small.send([b"x" * 1000])
     assert pull.poll(10_000)
@@ -142,7 +142,7 @@ def test_a_receiver_that_cannot_be_leaves_no_socket(wrong: dict[str, Any]) -> No
     with pytest.raises(OSError, match="ZeroMQ: "):
         InputReceiver(context, arguments["address"], arguments["identity"], TIGHT)
     with pytest.raises(OSError, match="ZeroMQ: "):
-        OutputSender(context, "nonsense", TIGHT)
+        ZmqSender(context, "nonsense", TIGHT)
     closing = threading.Thread(target=context.term, daemon=True)  # blocks while there is a socket
     closing.start()
     closing.join(10)

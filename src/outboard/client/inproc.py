@@ -185,8 +185,11 @@ class _Port:
     def writable(self) -> bool:
         return True
 
-    def send(self, frames: Sequence[Buffer]) -> bool:
+    def send(self, frames: Sequence[Buffer], more: bool = False) -> bool:
         self.frames.append(frames)
+        return True
+
+    def flush(self) -> bool:
         return True
 
     def close(self, linger_ms: int) -> None:

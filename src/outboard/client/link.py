@@ -16,9 +16,8 @@ from outboard.protocol.codec import MsgpackEncoder
 from outboard.protocol.control import Attach, EngineStatus, identity_of
 from outboard.protocol.shm_pair import SharedMemory
 from outboard.transport.outbox import Outbox
-from outboard.transport.reader import SocketReader
-from outboard.transport.session import front_end_socket
-from outboard.transport.sockets import ZmqContext, ZmqSocket, bind_output, remove_socket_file
+from outboard.transport.outputs import listen_for_outputs
+from outboard.transport.sockets import ZmqContext, ZmqSocket
 
 __all__ = ["LONGEST", "QUIET", "Link"]
 
@@ -27,6 +26,8 @@ logger = logging.getLogger("outboard.client")
 # What a dead engine core had sent may still be on its way: wait until its socket is quiet for 20 ms, at most 200 ms.
 QUIET = 0.020
 LONGEST = 0.200
+# An engine core closes its connection when it ends, which is told by others; if nobody tells, it is broken.
+_END_TOLD = 5.0
 
 
 class Link:
@@ -37,8 +38,7 @@ class Link:
         slot: the client's place on progress pages.
         client_index: of the client.
         config: transport limits, and how long a stall is none.
-        context, directory: for the output socket, whose file gets a name that is never used again: what a dead peer
-            still holds for an old name must not reach a new socket.
+        context, directory: for the output socket.
         input_socket: the client's, shared by all links.
         pending, listener, counters: the client's.
         call_later: calls a function after a delay in the client's thread.
@@ -72,8 +72,6 @@ class Link:
         self._pending = pending
         self._listener = listener
         self._counters = counters
-        self._address = front_end_socket(directory, "out")
-        self._socket = bind_output(context, self._address, transport)
         self._memory = SharedMemory.offer(transport.shared_memory_limit)
         encoder = MsgpackEncoder(transport.inline_bytes, transport.shared_memory_bytes, self._memory.pool)
         identity = identity_of(status.rank, status.incarnation)
@@ -89,9 +87,18 @@ class Link:
             status.rank,
         )
         self.receiver = Receiver(pending, status.rank, self.epoch, listener, counters)
-        self._reader = SocketReader(self._socket, self.receiver.on_message)
+        self._outputs = listen_for_outputs(
+            context,
+            directory,
+            self.epoch,
+            transport,
+            self.receiver.on_message,
+            self._on_outputs_end,
+            lambda what: counters.drop("stranger", what),
+        )
         self._driver: Driver | None = None
         self._timer: Timer | None = None
+        self._end_timer: Timer | None = None
         self._deadline = 0.0
         self._done: Callable[[], None] | None = None
         self.stall: StallWatch | None = None
@@ -99,11 +106,21 @@ class Link:
     def invitation(self, input_address: str) -> Attach:
         """What the launcher is asked to tell the engine core."""
         status = self.status
-        return Attach(status.rank, status.incarnation, self.epoch, input_address, self._address, self._memory.address)
+        return Attach(
+            status.rank, status.incarnation, self.epoch, input_address, self._outputs.address, self._memory.address
+        )
 
-    def on_attached(self) -> None:
-        """The engine core has connected; nothing has been sent to it yet."""
+    def on_attached(self) -> bool:
+        """The engine core has connected; nothing has been sent to it yet. False if its connection is not there."""
         assert self.status.pid is not None  # it is ready
+        try:
+            connected = self._outputs.accept()
+        except OSError as error:
+            self.receiver.give_up(f"the engine core's connection cannot be taken: {error}")
+            return False
+        if not connected:
+            self.receiver.give_up("the engine core said that it had connected, and had not")
+            return False
         self._memory.attach(self.status.pid)
         self.receiver.set_reader(self._memory.reader)
         try:
@@ -111,11 +128,12 @@ class Link:
         except (OSError, ValueError) as error:  # it is dying just now, or hides its descriptors
             logger.info("engine core rank %d cannot be watched for stalls: %s", self.status.rank, error)
         self.attached = True
+        return True
 
     def read_on(self, driver: Driver) -> None:
         """Takes messages from now on."""
         self._driver = driver
-        self._reader.attach(driver)
+        self._outputs.attach(driver)
 
     def end(self, done: Callable[[], None]) -> None:
         """The engine core has ended: takes what it had sent until its socket is quiet, then calls `done`, once."""
@@ -128,7 +146,7 @@ class Link:
 
     def end_now(self) -> None:
         """As `end`, with whatever is there now."""
-        while not self.receiver.ended and self._reader.drain(1):
+        while not self.receiver.ended and self._outputs.drain(1):
             pass
         done, self._done = self._done, None
         if done is not None:
@@ -152,9 +170,10 @@ class Link:
     def close(self) -> None:
         """Ends the epoch: closes what is the link's own. Idempotent. Call it in the thread that reads."""
         self.receiver.end()
-        if self._timer is not None:
-            self._timer.cancel()
-        self._reader.detach()
+        for timer in (self._timer, self._end_timer):
+            if timer is not None:
+                timer.cancel()
+        self._outputs.stop()
         self.outbox.clear()
         self._memory.close()
         if self.stall is not None:
@@ -163,8 +182,18 @@ class Link:
 
     def close_socket(self) -> None:
         """Closes the socket, which nobody may be using. Idempotent."""
-        self._socket.close(linger=0)
-        remove_socket_file(self._address)
+        self._outputs.close()
+
+    def _on_outputs_end(self, wrong: str) -> None:
+        if wrong:
+            self._counters.drop("broken connection", wrong)
+            self.receiver.give_up(f"the engine core sent what is no message: {wrong}")
+        elif self._driver is not None and not self.ending:
+            self._end_timer = self._driver.call_later(_END_TOLD, self._end_not_told)
+
+    def _end_not_told(self) -> None:
+        if not self.ending and not self.receiver.ended:
+            self.receiver.give_up("the engine core has closed the connection of its outputs, and goes on")
 
     def _wait_for_quiet(self, driver: Driver) -> None:
         self._timer = driver.call_later(QUIET, self._look_again, driver, self._counters.received)

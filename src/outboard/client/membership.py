@@ -443,7 +443,8 @@ class Membership:
         if message.refused:
             self.fail(EngineDeadError(f"engine core rank {message.rank} refuses this front end: {message.refused}"))
             return
-        link.on_attached()
+        if not link.on_attached():
+            return
         if self._driver is not None:
             link.read_on(self._driver)
         self._set_available()

@@ -139,6 +139,11 @@ class Receiver:
         """The epoch is over: whatever still comes is ignored."""
         self.ended = True
 
+    def give_up(self, reason: str) -> None:
+        """No more is taken, since what comes makes no sense, or nothing will come."""
+        self.ended = True
+        self._listener.on_broken(self._rank, reason)
+
     def on_message(self, body: Buffer, aux: Sequence[Buffer]) -> None:
         """Takes one message from the socket."""
         self._counters.received += 1
@@ -156,7 +161,7 @@ class Receiver:
         elif message.sequence < self._expected:
             self._counters.drop("repeated", f"number {message.sequence} came again")
         elif message.sequence > self._expected:
-            self._give_up(
+            self.give_up(
                 f"messages {self._expected} to {message.sequence - 1} of the engine core were lost; "
                 "its outputs would have gaps, so it is given up"
             )
@@ -164,7 +169,7 @@ class Receiver:
             self._expected += 1
             self._accept(message)
         else:
-            self._give_up("the engine core sent columns that do not fit together")
+            self.give_up("the engine core sent columns that do not fit together")
 
     def _on_undecodable(self, body: Buffer, error: ProtocolError) -> None:
         """Drops junk; what is our engine core's next message must not be lost, or somebody would wait for ever."""
@@ -178,7 +183,7 @@ class Receiver:
             return
         self._expected += 1
         if head.utility_output is None:
-            self._give_up(f"the engine core sent outputs that cannot be decoded: {error}")
+            self.give_up(f"the engine core sent outputs that cannot be decoded: {error}")
         else:
             report = ErrorReport(UTILITY_ERROR, f"the answer cannot be decoded: {error}", "")
             answer = UtilityOutput(head.utility_output.call_id, error=report)
@@ -223,10 +228,6 @@ class Receiver:
                 self._counters.drop("malformed notification", repr(output.result))
             elif not self._listener.on_notification((output.result[0], output.result[1])):
                 self._counters.drop("unexpected notification", repr(output.result))
-
-    def _give_up(self, reason: str) -> None:
-        self.ended = True
-        self._listener.on_broken(self._rank, reason)
 
 
 def _is_notification(payload: Any) -> bool:

@@ -14,7 +14,16 @@ from typing import Any
 from outboard.engine.load_reports import Mouth
 from outboard.engine.outgoing import OutputPort
 
-__all__ = ["BadCall", "BadRequest", "ClientJoined", "ClientLeft", "CoordinatorJoined", "DeferredResult", "Stop"]
+__all__ = [
+    "BadCall",
+    "BadRequest",
+    "ClientJoined",
+    "ClientLeft",
+    "CoordinatorJoined",
+    "DeferredResult",
+    "Stop",
+    "Writable",
+]
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,3 +78,8 @@ class DeferredResult:
 @dataclass(slots=True, frozen=True)
 class Stop:
     """Abort everything and end."""
+
+
+@dataclass(slots=True, frozen=True)
+class Writable:
+    """A front end that took no more may take more now."""

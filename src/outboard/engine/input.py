@@ -14,7 +14,7 @@ import msgspec
 from outboard.config import TransportConfig
 from outboard.dp.messages import ListenAsRank
 from outboard.engine.coordination import CoordinatorEar
-from outboard.engine.events import ClientJoined, ClientLeft, CoordinatorJoined
+from outboard.engine.events import ClientJoined, ClientLeft, CoordinatorJoined, Writable
 from outboard.engine.incoming import Drops, Incoming
 from outboard.engine.port import SocketPort
 from outboard.errors import ProtocolError
@@ -23,12 +23,12 @@ from outboard.protocol.control import AttachClient, ClientAttached, CoordinatorA
 from outboard.protocol.messages import Init
 from outboard.protocol.progress import MAX_SLOTS
 from outboard.protocol.shm_pair import SharedMemory
+from outboard.transport.outputs import connect_outputs
 from outboard.transport.poller import SocketPoller
 from outboard.transport.sockets import (
     ContextTerminated,
     ControlClient,
     InputReceiver,
-    OutputSender,
     ZmqContext,
     check_descriptors,
 )
@@ -90,7 +90,6 @@ class InputThread(threading.Thread):
             self._close()
 
     def _close(self) -> None:
-        self._poller.close()
         for link in self._links.values():
             link.receiver.close()
         self._control.close()
@@ -101,6 +100,7 @@ class InputThread(threading.Thread):
                 event.port.close(0)
             elif isinstance(event, CoordinatorJoined):
                 event.mouth.close()
+        self._poller.close()
 
     # --- the control channel ---
 
@@ -152,7 +152,9 @@ class InputThread(threading.Thread):
         memory = SharedMemory.join(who.arena)
         receiver = InputReceiver(self._context, who.input_address, who.identity, self._limits)
         try:
-            sender = OutputSender(self._context, who.output_address, self._limits)
+            sender = connect_outputs(
+                self._context, who.output_address, who.epoch, self._limits, self._poller, self._tell_writable
+            )
         except BaseException:
             receiver.close()
             raise
@@ -161,6 +163,9 @@ class InputThread(threading.Thread):
         self._inbox.put(ClientJoined(who.epoch, who.slot, port, who.client_index))
         self._links[who.client_index] = _Link(who.epoch, receiver)
         self._poller.add(receiver.fd, self._reader(who.epoch, receiver, Incoming(who.epoch, memory.reader)))
+
+    def _tell_writable(self) -> None:
+        self._inbox.put(Writable())
 
     def _detach(self, client_index: int) -> None:
         link = self._links.pop(client_index, None)

@@ -46,8 +46,12 @@ class OutputPort(Protocol):
         """Whether a message would be taken now."""
         ...
 
-    def send(self, frames: Frames) -> bool:
-        """False if it is not taken."""
+    def send(self, frames: Frames, more: bool = False) -> bool:
+        """False if it is not taken. Where `more` comes at once, or else `flush`, it may wait for that."""
+        ...
+
+    def flush(self) -> bool:
+        """Goes on with what was taken and could not leave at once; False if there is need to call this again."""
         ...
 
     def close(self, linger_ms: int) -> None:
@@ -91,6 +95,11 @@ class Outgoing:
         self._refused = False  # whether the port took no more when last asked
         self.retry_after = _FIRST_RETRY
 
+    @property
+    def answers(self) -> int:
+        """How many answers wait."""
+        return len(self._answers)
+
     def answer(self, answer: UtilityOutput) -> None:
         """Adds the answer to a utility call; it leaves behind all outputs so far."""
         self._answers.append(answer)
@@ -112,10 +121,8 @@ class Outgoing:
         columns = self._columns
         while columns.handles or self._answers or self._stats is not None:
             # Once refused, ask before encoding again: what is held grows.
-            if (self._refused and not self._port.writable()) or not self._port.send(self._encode(now)):
-                self.retry_after = min(self.retry_after * 2, _LAST_RETRY) if self._refused else _FIRST_RETRY
-                self._refused = True
-                return False
+            if (self._refused and not self._port.writable()) or not self._send(now):
+                return self._refuse()
             self._refused = False
             self._sequence += 1
             if self._stats is not None:
@@ -125,7 +132,17 @@ class Outgoing:
                 columns.clear()
             elif self._answers:
                 self._answers.popleft()
-        return True
+        return self._port.flush() or self._refuse()
+
+    def _send(self, now: float) -> bool:
+        """Sends the next message."""
+        frames = self._encode(now)
+        return self._port.send(frames, more=len(self._answers) > (0 if self._columns.handles else 1))
+
+    def _refuse(self) -> bool:
+        self.retry_after = min(self.retry_after * 2, _LAST_RETRY) if self._refused else _FIRST_RETRY
+        self._refused = True
+        return False
 
     def _encode(self, now: float, repaired: bool = False) -> Frames:
         """The next message: columns if there are any, else an answer, else the load alone."""

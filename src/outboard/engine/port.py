@@ -8,19 +8,19 @@ from outboard.protocol.codec import MsgpackEncoder, check_size
 from outboard.protocol.messages import EngineCoreDead, EngineCoreOutputs
 from outboard.protocol.shm_pair import SharedMemory
 from outboard.protocol.tensors import Buffer
-from outboard.transport.sockets import OutputSender
+from outboard.transport.outputs import OutputSender
 
 __all__ = ["SocketPort"]
 
 
 class SocketPort:
-    """Encoder and PUSH socket. What is encoded and not sent is encoded again later.
+    """Encoder and sender. What is encoded and not sent is encoded again later.
 
     Args:
-        sender: the socket.
+        sender: to the client.
         encoder: for this client.
         memory: shared with it; closed with the port, so let the client's input be closed first.
-        max_message_bytes: ZeroMQ would drop a larger frame, and the connection.
+        max_message_bytes: the client would drop a larger frame, and the connection.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class SocketPort:
         self._max_message_bytes = max_message_bytes
         self._unsent: Buffer | None = None
         self.writable = sender.writable
+        self.flush = sender.flush
 
     def encode(self, message: EngineCoreOutputs | EngineCoreDead) -> Sequence[Buffer]:
         if self._unsent is not None:
@@ -43,8 +44,8 @@ class SocketPort:
             check_size(frames, self._max_message_bytes)
         return frames
 
-    def send(self, frames: Sequence[Buffer]) -> bool:
-        if not self._sender.send(frames):
+    def send(self, frames: Sequence[Buffer], more: bool = False) -> bool:
+        if not self._sender.send(frames, more):
             return False
         self._unsent = None
         return True

@@ -27,7 +27,10 @@ from outboard.protocol.tensors import (
     unpack_tensor,
 )
 
-__all__ = ["MsgpackDecoder", "MsgpackEncoder", "check_size"]
+__all__ = ["MAX_FRAMES", "MsgpackDecoder", "MsgpackEncoder", "check_size"]
+
+# How many auxiliary frames a message may have.
+MAX_FRAMES = 1 << 16
 
 T = TypeVar("T")
 
@@ -198,7 +201,9 @@ def _is_missing_in(value: Any) -> bool:
 
 
 def check_size(frames: Sequence[Buffer], limit: int) -> None:
-    """Raises ValueError if a frame has more than `limit` bytes: the peer would drop it, and the connection."""
+    """Raises ValueError if a frame has more than `limit` bytes, or there are too many: the peer would not take it."""
+    if len(frames) > MAX_FRAMES:
+        raise ValueError(f"{len(frames)} arrays that are too large for the body; one message may hold {MAX_FRAMES}")
     for frame in frames:
         if len(frame) > limit:
             raise ValueError(f"{len(frame)} bytes in one piece; max_message_bytes in TransportConfig allows {limit}")

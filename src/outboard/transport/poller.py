@@ -14,7 +14,10 @@ __all__ = ["SocketPoller"]
 
 
 class SocketPoller:
-    """Calls the reader of each socket that may have messages. Belongs to one thread; `close` releases it."""
+    """Calls the reader of each socket that may have messages. Belongs to one thread; `close` releases it.
+
+    `arm` and `remove` may also be called from others.
+    """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -27,9 +30,26 @@ class SocketPoller:
         self._readers[fd] = read
         self._unfinished[fd] = None  # the edge of what came before is gone
 
+    def add_writable(self, fd: int, call: Callable[[], None]) -> None:
+        """From now on `call` is called, once for each `arm`, when a plain socket takes more, or its peer is gone."""
+
+        def tell() -> bool:
+            call()
+            return False
+
+        self._readers[fd] = tell
+        self._epoll.register(fd, select.EPOLLONESHOT)
+
+    def arm(self, fd: int) -> None:
+        """See `add_writable`."""
+        self._epoll.modify(fd, select.EPOLLOUT | select.EPOLLONESHOT)
+
     def remove(self, fd: int) -> None:
         """Forgets a socket; must precede its close. May be called by a reader."""
-        self._epoll.unregister(fd)
+        try:
+            self._epoll.unregister(fd)
+        except OSError:
+            pass  # somebody else has closed it
         del self._readers[fd]
         self._unfinished.pop(fd, None)
 

@@ -31,8 +31,8 @@ __all__ = [
     "ControlClient",
     "ControlServer",
     "InputReceiver",
-    "OutputSender",
     "ZmqContext",
+    "ZmqSender",
     "ZmqSocket",
     "bind_input",
     "bind_output",
@@ -180,7 +180,7 @@ class InputReceiver:
         self._socket.close(linger=0)
 
 
-class OutputSender:
+class ZmqSender:
     """An engine core's PUSH. Never blocks.
 
     Raises:
@@ -199,8 +199,11 @@ class OutputSender:
         """Whether a message would be taken now; cheaper than to encode one and be refused."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLOUT))
 
-    def send(self, frames: Sequence[Buffer]) -> bool:
-        """Sends a message; False if ZeroMQ holds as many as it may. Auxiliary frames are not copied."""
+    def send(self, frames: Sequence[Buffer], more: bool = False) -> bool:
+        """Sends a message; False if ZeroMQ holds as many as it may. Auxiliary frames are not copied.
+
+        `more` means nothing here: ZeroMQ's thread sends together what it finds.
+        """
         socket = self._socket
         try:
             if len(frames) == 1:
@@ -213,6 +216,10 @@ class OutputSender:
         for frame in frames[1:-1]:
             socket.send(frame, zmq.SNDMORE, copy=False)
         socket.send(frames[-1], copy=False)
+        return True
+
+    def flush(self) -> bool:
+        """ZeroMQ's thread does it."""
         return True
 
     def close(self, linger_ms: int) -> None:
@@ -293,9 +300,9 @@ class ControlClient:
 
 
 def remove_socket_file(address: str) -> None:
-    """Removes the file of an `ipc://` address, which ZeroMQ leaves when it closes the socket. Never raises."""
+    """Removes the file of an address, or a path, which stays when a socket is closed. Never raises."""
     try:
-        os.unlink(address.removeprefix("ipc://"))  # noqa: PTH108 - also called by finalizers: the less code the better
+        os.unlink(address.rpartition("://")[2])  # noqa: PTH108 - also called by finalizers: the less code the better
     except OSError:
         pass  # the whole session's directory may be gone
 
