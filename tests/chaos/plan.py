@@ -81,6 +81,11 @@ _STYLES: dict[Side, dict[str, int]] = {
 }  # fmt: skip
 
 
+# Styles whose readers give up for sure, at some time or at some token.
+_ENDED_BY_TIME = ("cancel", "abort", "submit and abort")
+_ENDED_BY_TOKEN = ("break", "aclose", "abort inside", "submit and raise")
+
+
 @dataclass(frozen=True)
 class Strike:
     """A fault: what, how long after the last, and all that is left open by that."""
@@ -102,6 +107,7 @@ class RequestPlan:
         output_kind: of `SamplingParams`.
         text: whether to detokenize.
         rest: whether to read what is left after giving up.
+        endless: whether it would go on for ever, were it not given up.
     """
 
     style: str
@@ -112,6 +118,7 @@ class RequestPlan:
     output_kind: str
     text: bool
     rest: bool
+    endless: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,15 +217,19 @@ def requests(plan: Plan, worker: int) -> Iterator[RequestPlan]:
     random = Random(f"{plan.seed} {worker}")
     while True:
         count = random.choice([1, 2, 5, 20, 60, 150, 300])
+        style = _weighted(random, _STYLES[plan.side])
+        output_kind = random.choice(["delta", "delta", "cumulative", "final_only"])
+        given_up = style in _ENDED_BY_TIME or (style in _ENDED_BY_TOKEN and output_kind != "final_only")
         yield RequestPlan(
-            style=_weighted(random, _STYLES[plan.side]),
+            style=style,
             count=count,
             at=random.randint(1, count),
             after=round(random.uniform(0.0, 0.2), 4),
             pause=random.choice([0.001, 0.01, 0.05]),
-            output_kind=random.choice(["delta", "delta", "cumulative", "final_only"]),
+            output_kind=output_kind,
             text=random.random() < 0.3,
             rest=random.random() < 0.5,
+            endless=random.random() < 0.5 and given_up and plan.engine != "echo",
         )
 
 

@@ -152,7 +152,7 @@ def params_of(request: Request, n: int = 1, stop: str | None = None) -> Sampling
     plan = request.plan
     return SamplingParams(
         n=n,
-        max_tokens=plan.count,
+        max_tokens=1_000_000 if plan.endless else plan.count,
         output_kind=plan.output_kind,  # type: ignore[arg-type]
         detokenize=plan.text or stop is not None,
         stop=stop,

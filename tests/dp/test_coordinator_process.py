@@ -176,7 +176,7 @@ def test_a_wave_and_nothing_said_before_all_have_reported(place: Place) -> None:
     assert (state.wave, state.running) == (0, False)
 
     front_end.say(FirstRequest(0, 0))
-    assert [rank.ear.hear() for rank in ranks] == [StartWave(0, 0, 0)] * 2
+    assert [rank.ear.hear() for rank in ranks] == [StartWave(0, 0)] * 2
     ranks[0].report(0, Phase.OPENING)
     assert front_end.hear_until(lambda publication: publication.wave.running)
     ranks[1].report(0, Phase.OPENING)
@@ -184,7 +184,7 @@ def test_a_wave_and_nothing_said_before_all_have_reported(place: Place) -> None:
         rank.report(1, Phase.IDLE)
     assert front_end.hear_until(lambda publication: publication.wave.wave == 1 and not publication.wave.running)
     ranks[1].report(1, Phase.OPENING)  # it has work
-    assert ranks[0].ear.hear() == StartWave(0, 1, 0)
+    assert ranks[0].ear.hear() == StartWave(0, 1)
     assert ranks[1].ear.hear(0.1) is None
 
 
