@@ -8,30 +8,25 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from outboard._version import __version__
 from outboard.client.coordination import Coordination
 from outboard.client.delivery import Delivery
 from outboard.client.driver import Driver
+from outboard.client.launcher_channel import FromLauncher, LauncherChannel
 from outboard.client.link import Link
 from outboard.client.moves import Moves
 from outboard.client.pending import CallFuture, PendingTable
 from outboard.client.progress_watch import ProgressWatch
 from outboard.client.receiver import Counters
 from outboard.client.routing import Routing
-from outboard.client.stall import process_ended
+from outboard.client.states import GONE, SERVING, gone, restarting, stalled
 from outboard.errors import (
     ClientClosedError,
     EngineDeadError,
-    EngineRestartedError,
-    EngineStalledError,
     EngineStartupError,
     InvalidRequestError,
-    ProtocolError,
 )
 from outboard.launch.group import EngineAddresses
-from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.control import (
     Acknowledge,
     Attached,
@@ -49,18 +44,13 @@ from outboard.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ErrorReport,
-    Refused,
 )
-from outboard.protocol.tensors import Buffer
-from outboard.transport.reader import SocketReader
 from outboard.transport.session import front_end_socket
 from outboard.transport.sockets import (
     ZmqContext,
     bind_input,
-    connect_control,
     remove_socket_file,
     wait_for_peers,
-    wait_readable,
 )
 
 __all__ = ["Membership", "OnStatus"]
@@ -77,8 +67,6 @@ _CONNECT_TIMEOUT = 1.0
 _NEWS_TIMEOUT = 1.0
 # An engine core that said ENGINE_CORE_DEAD gets this long to end by itself, so that its exit code can be told.
 _EXIT_GRACE = 0.5
-_SERVING = (EngineState.READY, EngineState.STALLED)
-_GONE = (EngineState.DEAD, EngineState.STOPPED)
 
 
 class Membership:
@@ -136,16 +124,14 @@ class Membership:
         self.told: dict[int, EngineStatus] = {}
         self.links: dict[int, Link] = {}
         self._subscribers: list[OnStatus] = []
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decoder: MsgpackDecoder[Any] = MsgpackDecoder(Welcome | EngineStatus | Attached | CoordinatorAt | Refused)
-        self._launcher_fd = -1 if owner else _pidfd_of_launcher(addresses)
+        self.counters = Counters()
+        self._launcher = LauncherChannel(
+            context, addresses, not owner, self.counters, self._on_control, self._on_launcher_gone
+        )
         self._input_address = front_end_socket(addresses.directory, "in")
         self._input = bind_input(context, self._input_address, config.transport)
-        self._control = connect_control(context, addresses.control_address)
-        self._control_reader = SocketReader(self._control, self._on_control)
         self._moves = Moves(pending, delivery, client_index, config)
-        self._watch = ProgressWatch(config.faults.stall_timeout, pending, self.links, self._tell)
-        self.counters = Counters()
+        self._watch = ProgressWatch(config.faults.stall_timeout, pending, self.links, self._launcher.tell)
         self.coordination = Coordination(
             context, addresses.session_token, client_index, routing.published, self.counters
         )
@@ -158,11 +144,12 @@ class Membership:
         Raises:
             EngineDeadError: the launcher refuses, does not answer, or is gone.
         """
-        self._tell(Join(PROTOCOL_VERSION, __version__, self._addresses.session_token, self._client_index, os.getpid()))
+        self._launcher.tell(
+            Join(PROTOCOL_VERSION, __version__, self._addresses.session_token, self._client_index, os.getpid())
+        )
         # An engine core that is just being started again is waited for as at the first start.
         deadline = time.monotonic() + _JOIN_TIMEOUT
         startup_deadline = deadline + self._config.faults.startup_timeout
-        watched = [self._launcher_fd] if self._launcher_fd >= 0 else []
         while self.failure is None and not self._joined:
             left = (startup_deadline if self._slot >= 0 else deadline) - time.monotonic()
             if left <= 0:
@@ -171,11 +158,9 @@ class Membership:
                     "stopped?",
                     phase="start-up",
                 )
-            gone = wait_readable(self._control, watched, left)
-            while self._control_reader.drain(1):
+            self._launcher.wait(left)
+            while self._launcher.drain():
                 pass
-            if gone:
-                raise EngineStartupError(self._launcher_gone, phase="start-up")
         if self.failure is not None:
             raise self.failure.copy()
         # What is sent to an engine core whose connection is not there yet waits for a timer.
@@ -184,12 +169,8 @@ class Membership:
 
     @property
     def _joined(self) -> bool:
-        coming = [status.rank for status in self.statuses.values() if status.state not in _GONE]
+        coming = [status.rank for status in self.statuses.values() if status.state not in GONE]
         return self._slot >= 0 and all(rank in self.links and self.links[rank].attached for rank in coming)
-
-    @property
-    def _launcher_gone(self) -> str:
-        return f"the launcher (pid {self._addresses.launcher_pid}) is gone, and the engine cores with it"
 
     def attach(self, driver: Driver) -> None:
         """Reads on, in `driver`'s thread. What has happened since `join` is taken note of before this returns."""
@@ -197,16 +178,17 @@ class Membership:
         while any(link.is_dead and not link.ending for link in self.links.values()) and self.failure is None:
             if time.monotonic() > deadline:
                 break
-            wait_readable(self._control, [], deadline - time.monotonic())
-            self._control_reader.drain(1)
-        while self.failure is None and self._control_reader.drain(1):
+            try:
+                self._launcher.wait(deadline - time.monotonic())
+            except EngineDeadError as error:
+                self._on_launcher_gone(error)
+            self._launcher.drain()
+        while self.failure is None and self._launcher.drain():
             pass
         self._driver = driver
         if self.failure is not None:
             return
-        self._control_reader.attach(driver)
-        if self._launcher_fd >= 0:
-            driver.add_reader(self._launcher_fd, self._on_launcher_gone)
+        self._launcher.attach(driver)
         self._watch.attach(driver)
         self.coordination.attach(driver)
         for link in self.links.values():
@@ -270,7 +252,7 @@ class Membership:
         link = self._usable(rank)
         if link is None:
             self._settle(rank)
-            raise self._restarting(self.statuses[rank])
+            raise restarting(self.statuses[rank])
         return link.sender.call(future, method, args, kwargs)
 
     def check(self) -> None:
@@ -282,11 +264,11 @@ class Membership:
             return
         for status in statuses:
             if status.state is EngineState.STALLED:
-                raise _stalled(status)
+                raise stalled(status)
             if status.state is EngineState.RESTARTING:
-                raise self._restarting(status)
-            if status.state in _GONE:  # what it had sent is still being taken
-                raise self._gone(status)
+                raise restarting(status)
+            if status.state in GONE:  # what it had sent is still being taken
+                raise gone(status)
 
     def _usable(self, rank: int) -> Link | None:
         """The link with a rank, if requests may be sent."""
@@ -306,12 +288,12 @@ class Membership:
     def _settle(self, rank: int | None) -> None:
         """Raises the end of a rank, or of all, that is known while what was sent before it is still being taken."""
         for link in list(self.links.values()):
-            if link.ending and self.statuses[link.status.rank].state in _GONE:
+            if link.ending and self.statuses[link.status.rank].state in GONE:
                 link.end_now()
         if self.failure is not None:
             raise self.failure.copy()
-        if rank is not None and self.statuses[rank].state in _GONE:
-            raise self._gone(self.statuses[rank])
+        if rank is not None and self.statuses[rank].state in GONE:
+            raise gone(self.statuses[rank])
 
     def _set_available(self) -> None:
         self._routing.set_available([rank for rank, link in self.links.items() if link.usable])
@@ -339,20 +321,14 @@ class Membership:
         """Takes everything off the loop, and forgets what was not sent. Idempotent."""
         self._watch.stop()
         self.coordination.detach()
-        self._control_reader.detach()
-        driver = self._driver
-        if self._launcher_fd >= 0:
-            if driver is not None and not driver.is_closed():
-                driver.remove_reader(self._launcher_fd)
-            os.close(self._launcher_fd)
-            self._launcher_fd = -1
+        self._launcher.detach()
         for link in self.links.values():
             link.close()
 
     def leave(self) -> None:
         """Tells the launcher that this front end goes."""
-        if not self._control.closed:
-            self._tell(Leave())
+        if not self._launcher.closed:
+            self._launcher.tell(Leave())
 
     def close_sockets(self, linger_ms: int = 0) -> None:
         """Closes all sockets, which nobody may be using. Idempotent."""
@@ -361,20 +337,11 @@ class Membership:
         self.coordination.close()
         self._input.close(linger=0)
         remove_socket_file(self._input_address)
-        self._control.close(linger=linger_ms)
+        self._launcher.close(linger_ms)
 
     # --- the control channel ---
 
-    def _tell(self, message: Any) -> None:
-        self._control.send(self._encode(message))
-        self._control_reader.look_again()
-
-    def _on_control(self, body: Buffer, aux: Sequence[Buffer]) -> None:
-        try:
-            message = self._decoder.decode(body, aux)
-        except ProtocolError as error:
-            self.counters.drop("undecodable control message", str(error))
-            return
+    def _on_control(self, message: FromLauncher) -> None:
         if self.failure is not None:
             return
         if isinstance(message, EngineStatus):
@@ -392,26 +359,26 @@ class Membership:
 
     def _on_status(self, status: EngineStatus) -> None:
         if self._only_rank not in (None, status.rank):
-            self._tell(Acknowledge(status.version))
+            self._launcher.tell(Acknowledge(status.version))
             return
         known = self.statuses.get(status.rank)
         if known is not None and status.version <= known.version:
             return
         self.statuses[status.rank] = status
-        self._tell(Acknowledge(status.version))
+        self._launcher.tell(Acknowledge(status.version))
         link = self.links.get(status.rank)
-        if link is not None and not (status.state in _SERVING and status.incarnation == link.status.incarnation):
-            if status.state in _SERVING:  # already the next one: there is no time to wait for what is left of the last
+        if link is not None and not (status.state in SERVING and status.incarnation == link.status.incarnation):
+            if status.state in SERVING:  # already the next one: there is no time to wait for what is left of the last
                 link.end(lambda: self._on_link_over(link))
                 link.end_now()
             elif not link.ending:
                 link.end(lambda: self._on_link_over(link))
             self._set_available()
-        elif link is None and status.state in _GONE:
+        elif link is None and status.state in GONE:
             self._on_rank_gone(status)
-        if self.failure is None and status.state in _SERVING and status.rank not in self.links:
+        if self.failure is None and status.state in SERVING and status.rank not in self.links:
             self._attach_to(status)
-        if status.state not in _SERVING or self._usable(status.rank) is not None:
+        if status.state not in SERVING or self._usable(status.rank) is not None:
             self._notify(status)  # else once it can be used
 
     def _notify(self, status: EngineStatus) -> None:
@@ -434,7 +401,7 @@ class Membership:
             self._call_later,
         )
         self.links[status.rank] = link
-        self._tell(link.invitation(self._input_address))
+        self._launcher.tell(link.invitation(self._input_address))
 
     def _on_attached(self, message: Attached) -> None:
         link = self.links.get(message.rank)
@@ -465,37 +432,24 @@ class Membership:
             return
         self._set_available()
         self._routing.forget(status.rank)
-        if status.state in _GONE:
+        if status.state in GONE:
             self._on_rank_gone(status)
         else:
-            self._moves.after_death(status.rank, self._restarting(status))
+            self._moves.after_death(status.rank, restarting(status))
             self._moves.send_waiting(self._route)
 
     def _on_rank_gone(self, status: EngineStatus) -> None:
-        if all(other.state in _GONE for other in self.statuses.values()):
-            self.fail(self._gone(status))
+        if all(other.state in GONE for other in self.statuses.values()):
+            self.fail(gone(status))
             return
-        self._moves.after_death(status.rank, self._restarting(status))
-        self._moves.end_unreachable(status.rank, self._gone(status))
+        self._moves.after_death(status.rank, restarting(status))
+        self._moves.end_unreachable(status.rank, gone(status))
         self._moves.send_waiting(self._route)
 
-    @staticmethod
-    def _gone(status: EngineStatus) -> EngineDeadError:
-        if status.death is not None and status.state is EngineState.DEAD:
-            return EngineDeadError(**status.death.facts())
-        reason = f"engine core rank {status.rank} was shut down by its launcher"
-        return EngineDeadError(reason, phase="stopping", rank=status.rank, incarnation=status.incarnation)
-
-    def _restarting(self, status: EngineStatus) -> EngineRestartedError:
-        if status.death is not None:
-            return EngineRestartedError(**status.death.facts())
-        reason = f"engine core rank {status.rank} is not ready"
-        return EngineRestartedError(reason, rank=status.rank, incarnation=status.incarnation)
-
-    def _on_launcher_gone(self) -> None:
+    def _on_launcher_gone(self, error: EngineDeadError) -> None:
         for link in list(self.links.values()):
             link.end_now()  # a last look at what has come
-        self.fail(EngineDeadError(self._launcher_gone))
+        self.fail(error)
 
     # --- for receivers ---
 
@@ -523,8 +477,8 @@ class Membership:
             self.fail(EngineDeadError(reason, rank=rank))
 
     def _kill(self, rank: int, incarnation: int, reason: str, report: ErrorReport | None = None) -> None:
-        if self.failure is None and not self._control.closed and self.statuses[rank].incarnation == incarnation:
-            self._tell(KillEngine(rank, incarnation, reason, report))
+        if self.failure is None and not self._launcher.closed and self.statuses[rank].incarnation == incarnation:
+            self._launcher.tell(KillEngine(rank, incarnation, reason, report))
 
     def _call_later(self, delay: float, function: Callable[[], None]) -> None:
         assert self._driver is not None  # nothing is sent before there is one
@@ -533,30 +487,3 @@ class Membership:
 
 def _list(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks))}"
-
-
-def _stalled(status: EngineStatus) -> EngineStalledError:
-    report = status.stall
-    assert report is not None  # its state says so
-    return EngineStalledError(
-        f"engine core rank {status.rank} (pid {status.pid}) has made no progress for {report.age:.1f} s or more, after "
-        f"{report.steps} steps; its process is {report.process}",
-        rank=status.rank,
-        incarnation=status.incarnation,
-        age=report.age,
-        process=report.process,
-        stack=report.stack,
-    )
-
-
-def _pidfd_of_launcher(addresses: EngineAddresses) -> int:
-    pid = addresses.launcher_pid
-    gone = EngineDeadError(f"the launcher (pid {pid}) is gone, and the engine cores with it")
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise gone from None
-    if not os.path.exists(addresses.directory) or process_ended(pidfd):  # noqa: PTH110 - a plain string
-        os.close(pidfd)
-        raise gone
-    return pidfd
