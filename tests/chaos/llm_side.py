@@ -179,7 +179,8 @@ class LLMSide(Side):
             await asyncio.wait([over], timeout=request.plan.after)
             request.gave_up = not over.done()
             streams[0].abort()
-        streams.clear()
+        if stop_at is None or raises:
+            streams.clear()  # it need not be kept
         await over
 
     async def _submit_and_abort(self, request: Request) -> None:

@@ -201,6 +201,19 @@ def test_a_pinned_request_goes_to_its_rank_and_an_abort_follows_it(run: Run) -> 
     run(main())
 
 
+def test_a_stream_can_be_pinned_too(run: Run) -> None:
+    async def main() -> None:
+        async with AsyncLLM(mock(3)) as llm:
+            streams = [llm.generate([1], tokens(50), data_parallel_rank=1) for _ in range(3)]
+            for stream in streams:
+                await anext(stream)
+            assert dplb(llm).lb_engines == {0: 0, 1: 3, 2: 0}
+            with pytest.raises(InvalidRequestError, match="no data_parallel_rank 3"):
+                await anext(llm.generate([1], tokens(5), data_parallel_rank=3))
+
+    run(main())
+
+
 def test_utility_calls_go_to_all_or_to_one(run: Run) -> None:
     async def main() -> None:
         client = await DPLBAsyncMPClient.launch(

@@ -68,15 +68,20 @@ class AsyncMPClient(MPClient):
         *,
         addresses: EngineAddresses | None = None,
         client_index: int = 0,
+        **more: Any,
     ) -> Self:
         """Starts the engine cores, or joins those that run, without blocking the loop; the client, attached to it.
 
         Cancelling stops start-up: when `CancelledError` comes out, the process is gone.
 
+        Args: as the constructor, those of subclasses too.
+
         Raises: as the constructor.
         """
         read_fd, write_fd = os.pipe()
-        build = functools.partial(cls, config, addresses=addresses, client_index=client_index, cancel_fd=read_fd)
+        build = functools.partial(
+            cls, config, addresses=addresses, client_index=client_index, cancel_fd=read_fd, **more
+        )
         # A future, not a task: whoever cancels all tasks must not cancel it.
         start = asyncio.get_running_loop().run_in_executor(None, build)
         try:

@@ -167,6 +167,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         inputs: Any = None,
+        data_parallel_rank: int | None = None,
     ) -> RequestStream:
         """The outputs for a prompt, as an async iterator. The request is sent with its first `__anext__`.
 
@@ -175,11 +176,12 @@ class AsyncLLM:
             sampling_params: how to continue; default `SamplingParams()`.
             request_id: a name for it; must not be in flight. Default: a random one.
             inputs: input of an engine that is not a language model; msgpack values and numpy arrays.
+            data_parallel_rank: the engine core that is to have it; default: whichever the client chooses.
 
         Returns:
             a stream of `RequestOutput`; see `RequestStream` for its errors and for what cancellation does.
         """
-        return self._stream(prompt, sampling_params, request_id, inputs, None)
+        return self._stream(prompt, sampling_params, request_id, inputs, data_parallel_rank, None)
 
     async def submit(
         self,
@@ -189,6 +191,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         inputs: Any = None,
+        data_parallel_rank: int | None = None,
     ) -> RequestStream:
         """Sends a request whose outputs go to a callback, with no task to wake: for servers.
 
@@ -202,7 +205,7 @@ class AsyncLLM:
             InvalidRequestError: the request cannot be served; nothing was sent.
             EngineDeadError: the engine core is gone.
         """
-        stream = self._stream(prompt, sampling_params, request_id, inputs, on_output)
+        stream = self._stream(prompt, sampling_params, request_id, inputs, data_parallel_rank, on_output)
         stream.state.stream = stream
         try:
             await stream.begin()
@@ -346,6 +349,7 @@ class AsyncLLM:
         params: SamplingParams | None,
         request_id: str | None,
         inputs: Any,
+        data_parallel_rank: int | None,
         on_output: OnOutput | None,
     ) -> RequestStream:
         name = secrets.token_hex(8) if request_id is None else request_id
@@ -353,7 +357,7 @@ class AsyncLLM:
             raise InvalidRequestError(f"request_id must be a str, not {request_id!r}")
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"sampling_params must be SamplingParams, not {params!r}")
-        return RequestStream(self, name, params or SamplingParams(), prompt, inputs, on_output)
+        return RequestStream(self, name, params or SamplingParams(), prompt, inputs, data_parallel_rank, on_output)
 
     # --- for streams ---
 

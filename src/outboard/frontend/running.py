@@ -78,6 +78,7 @@ class RunningEngine:
                 sampling_params=_for_completion(params, index),
                 inputs=stream.inputs,
                 arrival_time=stream.state.metrics.arrival_time,
+                data_parallel_rank=stream.data_parallel_rank,
             )
             try:
                 handle = self.client.add_request(request)

@@ -55,6 +55,7 @@ class RequestStream:
         "_submitter",
         "asked",
         "closed",
+        "data_parallel_rank",
         "inputs",
         "params",
         "prompt",
@@ -70,6 +71,7 @@ class RequestStream:
         params: SamplingParams,
         prompt: Any,
         inputs: Any = None,
+        data_parallel_rank: int | None = None,
         on_output: OnOutput | None = None,
     ) -> None:
         self.request_id = request_id
@@ -78,6 +80,7 @@ class RequestStream:
         self.prompt_token_ids: Sequence[int] | None = None
         self.asked = prompt
         self.inputs = inputs
+        self.data_parallel_rank = data_parallel_rank
         self.closed = False
         self._final_only = params.output_kind == "final_only"
         self.state = RequestState(request_id, self._final_only, on_output)
