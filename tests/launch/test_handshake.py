@@ -25,7 +25,16 @@ from outboard.protocol.messages import (
 
 TOKEN = "secret"
 OWN, OTHER = b"own", b"other"
-INIT = Init("m:C", {"o": 1}, ["/x"], 1, 2, 2**64 - 1, 0, b"id", "ipc:///in", "ipc:///out", 1000, 1 << 32, 1 << 16)
+INIT = Init(
+    engine="m:C",
+    options={"o": 1},
+    sys_path=["/x"],
+    rank=1,
+    incarnation=2,
+    high_water_mark=1000,
+    max_message_bytes=1 << 32,
+    inline_bytes=1 << 16,
+)
 INFO = EngineInfo(max_model_len=77, extra={"x": 1})
 REPORT = ErrorReport("m.E", "text", "traceback")
 
