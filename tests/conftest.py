@@ -16,6 +16,7 @@ import pytest
 
 from outboard.client import link
 from outboard.config import TransportConfig
+from outboard.transport.outputs import listen_for_outputs
 from support import OUTPUTS, Run, children
 
 
@@ -33,6 +34,12 @@ def _chosen_outputs() -> Iterator[None]:
     link.listen_for_outputs = chosen
     yield
     link.listen_for_outputs = listen
+
+
+@pytest.fixture
+def as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs take the way that the test's config says, whatever `support.OUTPUTS` is."""
+    monkeypatch.setattr(link, "listen_for_outputs", listen_for_outputs)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from outboard.transport.framing import head_of, hello
 from outboard.transport.unix import UnixReader
 from support import Run, children
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("nothing_left", "as_configured")
 
 ALPHABET = [97 + i % 26 for i in range(5000)]
 encode = msgspec.msgpack.encode

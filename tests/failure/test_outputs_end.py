@@ -12,7 +12,7 @@ from outboard import AsyncMPClient, EngineConfig, EngineCoreRequest, EngineDeadE
 from outboard.client import link
 from support import Run
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("nothing_left", "as_configured")
 
 UNIX = TransportConfig(outputs="unix", max_message_bytes=1 << 20)
 
