@@ -401,6 +401,7 @@ def test_a_rank_that_is_told_to_stop_goes_on_to_the_end_of_the_wave(run: Run) ->
 
             llm.client.set_output_sink(take)
             llm.client.add_request(request)
+            await until(lambda: got)
             os.kill(client_of(llm).core_engines[0].pid, signal.SIGTERM)
             await until(lambda: llm.client.engine_status[0].death)
             assert got == ALPHABET[:200]
