@@ -356,6 +356,7 @@ class Striker:
         return self._later(asyncio.create_task(self._side.request(plan, f"bait-{self._baits}")))
 
     def _later(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # the loop may be closed before
         self.tasks.append(task)
         return task
 
