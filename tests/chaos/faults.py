@@ -67,14 +67,16 @@ class Striker:
         name = "_" + re.sub(r"[ -]", "_", strike.kind.replace(",", "")).lower()
         ledger = self._ledger
         ledger.deaths += self._plan.deaths_of(strike.kind)
-        act: Callable[[dict[str, Any]], Awaitable[None]] = getattr(self, name)
+        act: Callable[[dict[str, Any]], Awaitable[bool | None]] = getattr(self, name)
+        struck: bool | None = True
         try:
-            await act(strike.params)
+            struck = await act(strike.params)
         except (OutboardError, psutil.Error) as error:
             # The engine core may have died before; it may not have died of nothing.
             if not ledger.deaths:
                 ledger.violate("ending", f"{strike.kind!r} raised {type(error).__name__}: {error}")
-        ledger.struck[strike.kind] += 1
+        if struck is not False:
+            ledger.struck[strike.kind] += 1
 
     # --- deaths ---
 
@@ -232,22 +234,24 @@ class Striker:
 
     # --- strangers ---
 
-    async def _junk_on_the_output_socket(self, params: dict[str, Any]) -> None:
-        await self._send_junk(zmq.PUSH, "out-*", params)
+    async def _junk_on_the_output_socket(self, params: dict[str, Any]) -> bool:
+        return await self._send_junk(zmq.PUSH, "out-*", params)
 
-    async def _junk_on_the_input_socket(self, params: dict[str, Any]) -> None:
-        await self._send_junk(zmq.DEALER, "in-*", params)
+    async def _junk_on_the_input_socket(self, params: dict[str, Any]) -> bool:
+        return await self._send_junk(zmq.DEALER, "in-*", params)
 
-    async def _junk_on_the_control_socket(self, params: dict[str, Any]) -> None:
-        await self._send_junk(zmq.DEALER, "control", params)
+    async def _junk_on_the_control_socket(self, params: dict[str, Any]) -> bool:
+        return await self._send_junk(zmq.DEALER, "control", params)
 
-    async def _send_junk(self, kind: int, pattern: str, params: dict[str, Any]) -> None:
+    async def _send_junk(self, kind: int, pattern: str, params: dict[str, Any]) -> bool:
         path = next(iter(sorted(self._side.directory.glob(pattern))), None)
-        if path is not None:
-            await asyncio.to_thread(_send_junk, kind, path, Random(params["seed"]))
+        if path is None:
+            return False
+        await asyncio.to_thread(_send_junk, kind, path, Random(params["seed"]))
+        return True
 
     async def _no_zeromq_on_a_socket(self, params: dict[str, Any]) -> None:
-        for path in sorted(self._side.directory.glob(f"{params['socket']}*")):
+        for path in sorted(self._side.directory.glob(f"{params['socket']}*")) or [self._side.directory / "control"]:
             await asyncio.to_thread(_scan, path)
 
     # --- the front end itself ---

@@ -128,7 +128,7 @@ class Membership:
         self._launcher = LauncherChannel(
             context, addresses, not owner, self.counters, self._on_control, self._on_launcher_gone
         )
-        self._input_address = front_end_socket(addresses.directory, "in")
+        self._input_address = f"ipc://{front_end_socket(addresses.directory, 'in')}"
         self._input = bind_input(context, self._input_address, config.transport)
         self._moves = Moves(pending, delivery, client_index, config)
         self._watch = ProgressWatch(config.faults.stall_timeout, pending, self.links, self._launcher.tell)

@@ -5,8 +5,6 @@ The client chooses; its address says which it is.
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -14,6 +12,7 @@ from outboard.config import TransportConfig
 from outboard.protocol.tensors import Buffer
 from outboard.transport.poller import SocketPoller
 from outboard.transport.reader import Loop, SocketReader
+from outboard.transport.session import front_end_socket
 from outboard.transport.sockets import ZmqContext, ZmqSender, bind_output, remove_socket_file
 from outboard.transport.unix import SCHEME, UnixReader, UnixSender
 
@@ -98,7 +97,7 @@ def listen_for_outputs(
     Raises:
         OSError: the path cannot be used, or no file descriptor is left.
     """
-    path = os.path.join(directory, f"out-{secrets.token_hex(4)}")  # noqa: PTH118 - plain strings
+    path = front_end_socket(directory, "out")
     if config.outputs == "zmq":
         return ZmqReader(context, path, config, on_message)
     return UnixReader(path, epoch, config.max_message_bytes, on_message, on_end, on_stranger)

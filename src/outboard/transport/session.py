@@ -77,8 +77,8 @@ class SessionDirectory:
 
 
 def front_end_socket(directory: str, kind: str) -> str:
-    """A ZeroMQ address in a session's directory for this process, never used before; `kind` is "in" or "out"."""
-    return f"ipc://{directory}/{kind}-{os.getpid():x}-{secrets.token_hex(3)}"
+    """A path in a session's directory for a socket of this process, never used before; `kind` is "in" or "out"."""
+    return f"{directory}/{kind}-{os.getpid():x}-{secrets.token_hex(3)}"
 
 
 def _make_directory() -> tuple[Path, int]:
