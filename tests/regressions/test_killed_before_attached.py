@@ -18,17 +18,9 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 FRONT_END = """
 import os, signal, sys, msgspec
 from outboard import AsyncMPClient, EngineAddresses
-from outboard.client.membership import Membership
-from outboard.protocol.control import Attach
+from outboard.client.link import Link
 
-tell = Membership._tell
-
-def tell_or_die(self, message):
-    if isinstance(message, Attach):
-        os.kill(os.getpid(), signal.SIGKILL)
-    tell(self, message)
-
-Membership._tell = tell_or_die
+Link.invitation = lambda self, input_address: os.kill(os.getpid(), signal.SIGKILL)  # in place of `Attach`
 AsyncMPClient(addresses=msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineAddresses))
 """
 

@@ -76,6 +76,7 @@ class Launcher:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()  # guards closing it; not taken by `abandon`, after which nobody calls
         self.desk = ControlDesk(control, session.token, self._ranks, config.faults, self._coordinator)
+        self._ended = threading.Event()
         self.started: Future[None] = Future()
         self.creator = os.getpid()
         self.thread = threading.Thread(target=self._run, name="outboard-launcher", daemon=True)
@@ -105,8 +106,9 @@ class Launcher:
 
     def join(self, timeout: float) -> None:
         """Waits for the thread's end, `timeout` seconds at most."""
-        self.thread.join(timeout)
-        if not self.thread.is_alive():
+        # Not by the thread's own `join`: one that Ctrl-C interrupts takes the thread for ended (CPython 3.11, 3.12).
+        if self._ended.wait(timeout):
+            self.thread.join(1.0)
             self._close_wake()
 
     def abandon(self) -> None:
@@ -156,6 +158,7 @@ class Launcher:
         finally:
             self._end_processes()
             self._release()
+            self._ended.set()
 
     def _over(self) -> bool:
         """Whether the thread has nothing left to do."""
