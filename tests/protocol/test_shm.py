@@ -321,8 +321,11 @@ def test_an_output_that_is_refused_and_encoded_again_holds_one_slot(pair: tuple[
         def writable(self) -> bool:
             return self.taken
 
-        def send(self, frames: Any) -> bool:
+        def send(self, frames: Any, more: bool = False) -> bool:
             return self.taken
+
+        def flush(self) -> bool:
+            return True
 
     sender: Any = Sender()
     port = SocketPort(sender, codecs(*pair)[0], SharedMemory(), 20_000)
