@@ -13,6 +13,9 @@ import pytest
 from outboard.launch import marked
 from outboard.launch.marked import kill_marked
 
+# All of them use the same marks, and would kill each other's processes.
+pytestmark = pytest.mark.xdist_group("marked")
+
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
 
 
