@@ -241,7 +241,8 @@ def test_the_session_directory_is_private_and_the_token_is_in_no_argument(short_
         (session,) = short_tmp.iterdir()
         assert session.stat().st_mode & 0o777 == 0o700
         assert session.stat().st_uid == os.getuid()
-        token = client._resources._session.token
+        assert client._resources.group is not None
+        token = client._resources.group.addresses.session_token
         for child in children():
             assert token not in " ".join(child.cmdline())
         engine = psutil.Process(client.core_engines[0].pid)
