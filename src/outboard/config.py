@@ -161,6 +161,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             one rank, and whoever sends to front ends chooses.
         policy: with internal balancing, how: "least_loaded", "round_robin", "power_of_two" or "prefix_affine".
         client_count: front ends that share the ranks; see `launch_engines`.
+        min_size, max_size: how few and how many ranks `scale` may be asked for. With a `max_size` above 1 even a single
+            rank can be scaled up; without one a single rank is driven by the plain client, which cannot.
         rank_options: what ranks have of their own, by rank; ranks beyond its end have nothing.
         dp_sync_interval: of an engine whose ranks step together: steps from one agreement on whether to go on to the
             next. Fewer cost more time, more let idle ranks step longer in vain. The default is vLLM's.
@@ -172,6 +174,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     balancing: Literal["internal", "external"] = "internal"
     policy: str = "least_loaded"
     client_count: int = 1
+    min_size: int = 1
+    max_size: int | None = None
     rank_options: list[RankOptions] = []
     dp_sync_interval: int = 32
     dp_sync_timeout: float = 30.0
@@ -186,10 +190,26 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"dp_sync_timeout must be above 0 and at most {_LONGEST} s, not {self.dp_sync_timeout!r}")
         if self.balancing not in ("internal", "external"):
             raise ConfigError(f"balancing must be 'internal' or 'external', not {self.balancing!r}")
-        if len(self.rank_options) > self.data_parallel_size:
+        most = self.most_ranks
+        if not 1 <= self.min_size <= self.data_parallel_size <= most <= _MOST_RANKS:
+            raise ConfigError(
+                f"1 <= min_size <= data_parallel_size <= max_size <= {_MOST_RANKS} must hold, not "
+                f"{self.min_size!r}, {self.data_parallel_size!r}, {self.max_size!r}"
+            )
+        if len(self.rank_options) > (most if self.max_size is not None else self.data_parallel_size):
             raise ConfigError(
                 f"rank_options has {len(self.rank_options)} entries, data_parallel_size is {self.data_parallel_size}"
             )
+
+    @property
+    def most_ranks(self) -> int:
+        """How many ranks there may come to be."""
+        return _MOST_RANKS if self.max_size is None else self.max_size
+
+    @property
+    def elastic(self) -> bool:
+        """Whether there may be several ranks, now or later."""
+        return self.data_parallel_size > 1 or (self.max_size or 1) > 1
 
     @property
     def needs_coordinator(self) -> bool:

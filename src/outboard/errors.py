@@ -18,9 +18,14 @@ OutboardError
  ├── ProtocolError               a peer sent something that this version cannot take
  ├── ReductionError              ranks that must step together did not come together; names those that are missing
  ├── EngineStalledError          the engine core makes no progress; says for how long, and what it does
+ ├── ScaleError                  the number of ranks was not changed, or not as asked; says how many there are
+ │    ├── ScaleInProgressError   another change is under way (retryable)
+ │    ├── ScaleRolledBackError   it failed, and all is as it was before
+ │    └── NotificationError      an engine core's notification makes no sense; names the rank
  ├── EngineRestartingError       too many requests wait for an engine core that is being started again (retryable)
  └── EngineDeadError             the engine core is gone; says which, how and why
       ├── EngineRestartedError   it died, and is being started again (retryable)
+      ├── EngineRemovedError     it was scaled away before this had ended (retryable)
       ├── EngineStartupError     it died or was refused before it was ready
       │    └── EngineStartupTimeout
       └── ClientClosedError      the client was shut down; nothing died
@@ -40,6 +45,7 @@ __all__ = [
     "EngineDeadError",
     "EngineNotFoundError",
     "EngineOptionError",
+    "EngineRemovedError",
     "EngineRestartedError",
     "EngineRestartingError",
     "EngineStalledError",
@@ -47,12 +53,16 @@ __all__ = [
     "EngineStartupTimeout",
     "InvalidRequestError",
     "ModelFileError",
+    "NotificationError",
     "OutboardError",
     "PromptTooLongError",
     "ProtocolError",
     "ReductionError",
     "RemoteError",
     "RequestFailedError",
+    "ScaleError",
+    "ScaleInProgressError",
+    "ScaleRolledBackError",
     "SlowReaderError",
     "UnsupportedError",
     "UtilityError",
@@ -175,6 +185,32 @@ class EngineStalledError(OutboardError):
         return f"{reason}\n\nWhere it is:\n{self.stack.rstrip()}" if self.stack else reason
 
 
+class ScaleError(OutboardError):
+    """The number of ranks was not changed, or not as asked."""
+
+
+class ScaleInProgressError(ScaleError):
+    """Another change of the number of ranks is under way."""
+
+    retryable = True
+
+
+class ScaleRolledBackError(ScaleError):
+    """The change failed; there are as many ranks as before, and they serve."""
+
+
+class NotificationError(ScaleError):
+    """A notification of an engine core is unknown, came twice, or belongs to no change under way.
+
+    Attributes:
+        rank: who sent it.
+    """
+
+    def __init__(self, reason: str, rank: int) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
+
 class EngineRestartingError(OutboardError):
     """An engine core is being started again, and `max_queued` requests wait for it already."""
 
@@ -246,6 +282,12 @@ class EngineDeadError(OutboardError):
 
 class EngineRestartedError(EngineDeadError):
     """An engine core died, and is being started again; what it was at has ended."""
+
+    retryable = True
+
+
+class EngineRemovedError(EngineDeadError):
+    """This rank was scaled away, and its time to end what it was at was over."""
 
     retryable = True
 

@@ -70,12 +70,14 @@ class ParallelState(msgspec.Struct, frozen=True):
         version: rises whenever they are started anew.
         rendezvous: a path that all of them, and nobody else, are given, in a private directory: for a socket or a file
             by which they meet. "": there is one rank.
+        joining: the others run already. The constructor loads the model and meets nobody; `reinitialize` follows.
     """
 
     rank: int = 0
     size: int = 1
     version: int = 0
     rendezvous: str = ""
+    joining: bool = False
 
 
 class EngineCore(ABC):
@@ -132,6 +134,18 @@ class EngineCore(ABC):
         It must do whatever of a `step` the other ranks wait for, such as every collective operation.
         """
         raise NotImplementedError(NO_DUMMY_BATCH.format(type(self).__name__))
+
+    def reinitialize(self, state: ParallelState) -> None:
+        """The group of a `lockstep` engine has another size: takes this place in it, and keeps all requests.
+
+        Called on every rank, old and new, between two steps, with nobody in a step. It may wait for the other ranks
+        to be called, too, but not for ever: ranks may die meanwhile. Default: raises `UnsupportedError`; such an engine
+        cannot be scaled, and the attempt is refused before anything is started.
+
+        Raises:
+            Exception: the ranks did not come together. The old size is then tried again, by another call.
+        """
+        raise self._unsupported("cannot be scaled: it has no reinitialize()")
 
     def info(self) -> EngineInfo:
         """What to tell the front end once the engine is ready. Default: nothing."""

@@ -22,6 +22,8 @@ from outboard.protocol.sampling import FinishReason, SamplingParams
 __all__ = [
     "EEP_NOTIFICATION_CALL_ID",
     "PROTOCOL_VERSION",
+    "RECONFIGURE_FINISHED",
+    "SHUTDOWN_COMPLETE",
     "AbortRequests",
     "AddRequest",
     "EngineCoreDead",
@@ -34,6 +36,7 @@ __all__ = [
     "Failed",
     "Hello",
     "Init",
+    "LeaveRank",
     "OutputExtras",
     "Ready",
     "Refused",
@@ -42,10 +45,12 @@ __all__ = [
     "UtilityOutput",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 # Utility outputs with this call id are notifications of elastic scaling; ids of calls count from 0.
 EEP_NOTIFICATION_CALL_ID = -1
+RECONFIGURE_FINISHED = "RECONFIGURE_FINISHED"
+SHUTDOWN_COMPLETE = "SHUTDOWN_COMPLETE"
 
 
 class EngineCoreRequestType(Enum):
@@ -163,6 +168,12 @@ class AbortRequests(msgspec.Struct, array_like=True):
 
     epoch: int
     handles: list[int]
+
+
+class LeaveRank(msgspec.Struct, array_like=True):
+    """Body of LEAVE: this front end sends no more requests and calls to this rank, which is to be removed."""
+
+    epoch: int
 
 
 class UtilityCall(msgspec.Struct, array_like=True):
@@ -327,7 +338,8 @@ class Init(msgspec.Struct, array_like=True, tag="init"):
 
     The last are for ranks that step together: `group` is the incarnation of the group, `first_coordinator` that of the
     coordinator when it was launched, `step_sync_address` where rank 0 binds for reductions, `rendezvous` a path that
-    the engine may make use of; `dp_sync_interval` and `dp_sync_timeout` are as in `ParallelConfig`.
+    the engine may make use of; `dp_sync_interval` and `dp_sync_timeout` are as in `ParallelConfig`. `elastic`: there
+    may come to be several, though there is one now. `joining`: the others run already; `Reconfigure` tells the rest.
     """
 
     engine: str
@@ -347,6 +359,8 @@ class Init(msgspec.Struct, array_like=True, tag="init"):
     rendezvous: str = ""
     dp_sync_interval: int = 32
     dp_sync_timeout: float = 30.0
+    elastic: bool = False
+    joining: bool = False
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
@@ -354,7 +368,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
     `typed_utilities` are those whose results need converting by the method's annotation. `progress_fd` is the
     descriptor of its progress page (progress.py), `stack_fd` that of a file to which faulthandler dumps its stacks on
-    signal `stack_signal`. `lockstep` is the engine's.
+    signal `stack_signal`. `lockstep` is the engine's; `can_reinitialize`: it has a `reinitialize` of its own.
     """
 
     session_token: str
@@ -364,6 +378,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     stack_fd: int = -1
     stack_signal: int = 0
     lockstep: bool = False
+    can_reinitialize: bool = False
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
