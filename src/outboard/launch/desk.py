@@ -22,21 +22,28 @@ from outboard.launch.frontends import FrontEnd, FrontEnds
 from outboard.launch.rank import EngineRank
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.control import (
+    AbortScale,
     Acknowledge,
     Attach,
     AttachClient,
     Attached,
     ClientAttached,
+    CommitScale,
     CoordinatorReady,
     DetachClient,
+    Drained,
     EngineDeath,
     EngineState,
     EngineStatus,
     Join,
     KillEngine,
     Leave,
+    Members,
+    Quiet,
+    Reconfigured,
     ReportProgress,
     ReportStall,
+    Scale,
     Welcome,
     identity_of,
 )
@@ -60,6 +67,12 @@ _Message = (
     | ReportProgress
     | KillEngine
     | CoordinatorReady
+    | Scale
+    | CommitScale
+    | AbortScale
+    | Quiet
+    | Reconfigured
+    | Drained
 )
 
 
@@ -75,6 +88,9 @@ class ControlDesk:
 
     Attributes:
         front_ends: those that have joined.
+        members: how many ranks get requests; those from there on are on their way in or out.
+        coordinator_acknowledged: the last announcement of these that the coordinator has taken note of.
+        on_detach: called when a front end is gone.
         dropped: how many messages were dropped, by reason.
     """
 
@@ -96,6 +112,11 @@ class ControlDesk:
         self._version = 0
         self._changed = threading.Condition()  # guards the next
         self._statuses = [rank.status(0) for rank in ranks]
+        self._announced = 0  # version of `members`
+        self._coordinator_peer = b""
+        self.members = len(ranks)
+        self.coordinator_acknowledged = 0
+        self.on_detach: Callable[[FrontEnd], None] = lambda front_end: None
         self.front_ends = FrontEnds(token)
         self.dropped: Counter[str] = Counter()
         self._handlers: dict[type, Callable[[bytes, Any], None]] = {
@@ -125,6 +146,52 @@ class ControlDesk:
 
     # --- for the launcher ---
 
+    def handle(self, kind: type, handler: Callable[[bytes, Any], None]) -> None:
+        """Has messages of a kind given to `handler(sender, message)`."""
+        self._handlers[kind] = handler
+
+    def tell(self, front_end: FrontEnd, message: Any) -> None:
+        """Sends a message to a front end."""
+        self._control.send(front_end.peer, self._encode(message))
+
+    def tell_all(self, message: Any) -> None:
+        """Sends a message to all front ends."""
+        body = self._encode(message)
+        for front_end in self.front_ends:
+            self._control.send(front_end.peer, body)
+
+    def tell_rank(self, rank: EngineRank, message: Any) -> None:
+        """Sends a message to an engine core; one that has not said HELLO, or has ended, is no error."""
+        if rank.peer:
+            self._control.send(rank.peer, self._encode(message))
+
+    def is_rank(self, sender: bytes, number: int, token: str) -> bool:
+        """Whether this peer is the engine core that it says it is."""
+        if token == self._token and 0 <= number < len(self._ranks) and self._ranks[number].peer == sender:
+            return True
+        self._drop("stranger", f"an answer for rank {number} of a peer that is not that rank")
+        return False
+
+    def announce(self, members: int) -> int:
+        """Tells all front ends, and the coordinator, how many ranks get requests from now on; version of that."""
+        self.members = members
+        self._version += 1
+        self._announced = self._version
+        self.tell_all(Members(self._announced, members))
+        self._tell_coordinator()
+        for rank in self._ranks:
+            self._introduce(rank)
+        return self._announced
+
+    def forget_above(self, size: int) -> None:
+        """Ranks from this on have gone."""
+        for front_end in self.front_ends:
+            front_end.reported = {rank for rank in front_end.reported if rank < size}
+            front_end.attached = {rank: attach for rank, attach in front_end.attached.items() if rank < size}
+        with self._changed:
+            del self._statuses[size:]
+            self._changed.notify_all()
+
     def take_all(self, now: float) -> None:
         """Takes all messages that are there."""
         while (message := self._control.receive()) is not None:
@@ -138,9 +205,9 @@ class ControlDesk:
             for front_end in self.front_ends:
                 front_end.reported.discard(rank.rank)
         with self._changed:
-            self._statuses[rank.rank] = status
+            self._statuses[rank.rank : rank.rank + 1] = [status]
             self._changed.notify_all()
-        self._tell_all(status)
+        self.tell_all(status)
         return status
 
     def publish_end(self, reason: str) -> None:
@@ -149,7 +216,7 @@ class ControlDesk:
             self._version += 1
             death = EngineDeath.of(EngineDeadError(reason, rank=rank.rank))
             incarnation = rank.supervisor.incarnation
-            self._tell_all(EngineStatus(self._version, rank.rank, incarnation, EngineState.DEAD, death=death))
+            self.tell_all(EngineStatus(self._version, rank.rank, incarnation, EngineState.DEAD, death=death))
 
     def detach(self, front_end: FrontEnd) -> None:
         """A front end is gone, or has been replaced: no engine core works for it any more."""
@@ -160,6 +227,7 @@ class ControlDesk:
         for number in list(front_end.reported):
             self._withdraw(front_end, self._ranks[number])
         self.front_ends.remove(front_end)
+        self.on_detach(front_end)
 
     def close(self) -> None:
         """Forgets all front ends, and closes the socket. Idempotent."""
@@ -167,10 +235,9 @@ class ControlDesk:
             self.front_ends.remove(front_end)
         self._control.close()
 
-    def _tell_all(self, status: EngineStatus) -> None:
-        body = self._encode(status)
-        for front_end in self.front_ends:
-            self._control.send(front_end.peer, body)
+    def _tell_coordinator(self) -> None:
+        if self._announced and self._coordinator.place is not None:
+            self._control.send(self._coordinator_peer, self._encode(Members(self._announced, self.members)))
 
     # --- messages ---
 
@@ -210,8 +277,9 @@ class ControlDesk:
     def _on_state(self, rank: EngineRank) -> None:
         """An engine core has become ready. One that steps together with others is of use only when they are, too."""
         ready = [rank]
-        if rank.lockstep:
-            ready = self._ranks if all(one.is_ready for one in self._ranks) else []
+        if rank.lockstep and not rank.joining:
+            group = self._ranks[: self.members]
+            ready = group if all(one.is_ready for one in group) else []
         for one in ready:
             self._introduce(one)
             self.publish(one)
@@ -231,7 +299,9 @@ class ControlDesk:
         if front_end is not None:
             with self._changed:
                 statuses = list(self._statuses)
-            self._control.send(sender, self._encode(Welcome(front_end.slot, statuses)))
+            self._control.send(sender, self._encode(Welcome(front_end.slot, statuses, self.members)))
+            if self._announced:
+                self.tell(front_end, Members(self._announced, self.members))
             if self._coordinator.place is not None:
                 self._control.send(sender, self._encode(self._coordinator.place))
 
@@ -262,10 +332,14 @@ class ControlDesk:
         if rank is None or answer.session_token != self._token:
             self._drop("stranger", "ClientAttached of a peer that is no engine core")
         elif front_end is not None:
+            if not answer.refused:
+                front_end.confirmed.add(answer.epoch)
             message = Attached(rank.rank, rank.supervisor.incarnation, answer.epoch, answer.refused)
             self._control.send(front_end.peer, self._encode(message))
 
     def _on_acknowledge(self, sender: bytes, message: Acknowledge) -> None:
+        if sender == self._coordinator_peer:
+            self.coordinator_acknowledged = max(self.coordinator_acknowledged, message.version)
         front_end = self.front_ends.get(sender)
         if front_end is not None:
             front_end.acknowledged = max(front_end.acknowledged, message.version)
@@ -312,6 +386,9 @@ class ControlDesk:
         if message.session_token != self._token:
             self._drop("stranger", "CoordinatorReady with another token than this session's")
         elif (place := self._coordinator.ready(message)) is not None:
+            self._coordinator_peer = sender
+            self.coordinator_acknowledged = 0
+            self._tell_coordinator()
             for front_end in self.front_ends:
                 self._control.send(front_end.peer, self._encode(place))
             for rank in self._ranks:
@@ -319,8 +396,9 @@ class ControlDesk:
 
     def _introduce(self, rank: EngineRank) -> None:
         """Tells an engine core that is ready where the coordinator is; one of a lockstep group, once all are ready."""
-        place = self._coordinator.place
-        ready = all(one.is_ready for one in self._ranks) if rank.lockstep else rank.is_ready
+        place, ready = self._coordinator.place, rank.is_ready
+        if rank.lockstep:  # one that joins is told when its group is
+            ready = not rank.joining and all(one.is_ready for one in self._ranks[: self.members])
         if place is not None and rank.peer and ready:
             self._control.send(rank.peer, self._encode(place))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from outboard._version import __version__
+from outboard.launch.rank import EngineRank
 from outboard.protocol.control import Attach, Join
 from outboard.protocol.messages import PROTOCOL_VERSION
 from outboard.protocol.progress import MAX_SLOTS
@@ -26,6 +27,7 @@ class FrontEnd:
         pid: its process.
         pidfd: readable once it has ended; -1 where it is this very process.
         attached: what it attached to, by rank; of the rank's latest incarnation.
+        confirmed: epochs that engine cores serve, or served.
         reported: ranks that it waits for in vain.
         acknowledged: the last version of the engine cores' states that it has taken note of.
     """
@@ -36,8 +38,19 @@ class FrontEnd:
     pid: int
     pidfd: int
     attached: dict[int, Attach] = field(default_factory=dict)
+    confirmed: set[int] = field(default_factory=set)
     reported: set[int] = field(default_factory=set)
     acknowledged: int = -1
+
+    def is_attached_to(self, ranks: Iterable[EngineRank]) -> bool:
+        """Whether it is attached to all of these."""
+        for rank in ranks:
+            attach = self.attached.get(rank.rank)
+            if attach is None or attach.incarnation != rank.supervisor.incarnation:
+                return False
+            if attach.epoch not in self.confirmed:
+                return False
+        return True
 
     def remove_files(self) -> None:
         """Removes the socket files that it left; for one that cannot any more."""

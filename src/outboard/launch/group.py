@@ -11,8 +11,9 @@ import msgspec
 
 from outboard.config import EngineConfig, FaultConfig, ParallelConfig, TransportConfig
 from outboard.launch.launcher import Launcher
-from outboard.launch.startup import make_inits, sendable_options
-from outboard.protocol.control import EngineState, EngineStatus
+from outboard.launch.scaler import ScaleOrder
+from outboard.launch.startup import InitMaker, sendable_options
+from outboard.protocol.control import EngineState, EngineStatus, Scale
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, make_context
 
@@ -68,7 +69,7 @@ class EngineGroup:
     """
 
     def __init__(self, config: EngineConfig, *, cancel_fd: int | None = None) -> None:
-        inits = make_inits(config)
+        inits = InitMaker(config)
         with ExitStack() as undo:
             session = SessionDirectory()
             undo.callback(session.remove)
@@ -85,7 +86,7 @@ class EngineGroup:
             session_token=session.token,
             directory=str(session.path),
             launcher_pid=os.getpid(),
-            engine=inits[0].engine,
+            engine=inits.engine,
             options=sendable_options(config.options),
             parallel=config.parallel,
             faults=config.faults,
@@ -121,6 +122,34 @@ class EngineGroup:
             wanted = " or ".join(state.name for state in states)
             raise TimeoutError(f"engine core rank {rank} was not {wanted} within {timeout:g} s")
         return self.engines[rank]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks get requests; `engines` also has those on their way in or out."""
+        return self._launcher.desk.members
+
+    def scale(self, new_size: int, *, timeout: float | None = None, drain: float = 60.0) -> None:
+        """Changes the number of ranks while they serve. Blocks until that is done, or has been taken back.
+
+        An interrupt ends the waiting alone.
+
+        Args:
+            new_size: how many ranks there are to be.
+            timeout: seconds for new ranks to get ready, and again to count; default `FaultConfig.startup_timeout`.
+            drain: seconds that ranks which leave get to end their requests; what is left then moves, resumes or ends as
+                `FaultConfig.in_flight` says.
+
+        Raises:
+            ConfigError: the size is out of bounds.
+            ScaleInProgressError: another change is under way.
+            ScaleRolledBackError: it failed; there are as many ranks as before.
+            ScaleError: the engine cores are starting, or being stopped.
+            UnsupportedError: the engine, or a group made for a single rank, cannot be scaled.
+        """
+        seconds = self.addresses.faults.startup_timeout if timeout is None else timeout
+        order = ScaleOrder(Scale(0, new_size, seconds, drain))
+        self._launcher.scale(order)
+        order.done.result()
 
     def stats(self) -> dict[str, Any]:
         """Counters: messages dropped by reason; by client index the last state that each front end has acknowledged.

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
+from queue import SimpleQueue
 
 from outboard.config import EngineConfig
 from outboard.errors import ClientClosedError, EngineDeadError
@@ -20,9 +21,9 @@ from outboard.launch.desk import ControlDesk
 from outboard.launch.frontends import FrontEnd
 from outboard.launch.lockstep import LockstepGroup
 from outboard.launch.rank import EngineRank
-from outboard.launch.startup import StartCancelled
+from outboard.launch.scaler import ScaleOrder, Scaler
+from outboard.launch.startup import InitMaker, StartCancelled
 from outboard.protocol.control import EngineState
-from outboard.protocol.messages import Init
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, ZmqContext
 
@@ -36,7 +37,7 @@ class Launcher:
 
     Args:
         config: what to run.
-        inits: one a rank.
+        inits: say what each rank is to run.
         context, session, control: become the launcher's own; it gives them back at its end.
         control_address: where `control` is bound.
         cancel_fd: a descriptor that becomes readable when start-up is to be given up.
@@ -50,7 +51,7 @@ class Launcher:
     def __init__(
         self,
         config: EngineConfig,
-        inits: list[Init],
+        inits: InitMaker,
         context: ZmqContext,
         session: SessionDirectory,
         control: ControlServer,
@@ -63,19 +64,22 @@ class Launcher:
         self._control = control
         self._cancel_fd = cancel_fd
         self._coordinator = CoordinatorKeeper(session, control_address)
-        self._group = group = LockstepGroup(config, session, self._coordinator)
-        parallel, faults = config.parallel, config.faults
-        self._ranks = [
-            EngineRank(init, session, control_address, faults, parallel.of_rank(init.rank).env, group.facts)
-            for init in inits
-        ]
-        group.ranks = self._ranks
+        self._group = LockstepGroup(config, session, self._coordinator)
+        self._inits = inits
+        self._control_address = control_address
+        size = config.parallel.data_parallel_size
+        self._ranks = [self._make_rank(number, size) for number in range(size)]
+        self._group.add(self._ranks)
+        self._orders: SimpleQueue[ScaleOrder] = SimpleQueue()
         self._stop_by: float | None = None
         self._stop_seen: float | None = None
         self._abandoned = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()  # guards closing it; not taken by `abandon`, after which nobody calls
         self.desk = ControlDesk(control, session.token, self._ranks, config.faults, self._coordinator)
+        self._scaler = Scaler(
+            config, self._ranks, self._group, self._coordinator, self.desk, self._make_joining, self._is_started
+        )
         self._ended = threading.Event()
         self.started: Future[None] = Future()
         self.creator = os.getpid()
@@ -103,6 +107,12 @@ class Launcher:
             return None
         ready, process = keeper.place is not None, keeper.process
         return {"incarnation": keeper.incarnation, "pid": process.engine_pid if ready and process is not None else None}
+
+    def scale(self, order: ScaleOrder) -> None:
+        """Has the number of ranks changed. Does not wait."""
+        self._orders.put(order)
+        with self._wake_lock:
+            self._wake()
 
     def join(self, timeout: float) -> None:
         """Waits for the thread's end, `timeout` seconds at most."""
@@ -208,7 +218,7 @@ class Launcher:
         if cancel_fd is not None:
             watched[cancel_fd] = None
         may_begin = self._group.may_begin
-        dues = [*(rank.due(may_begin) for rank in self._ranks), coordinator.due]
+        dues = [*(rank.due(may_begin) for rank in self._ranks), coordinator.due, self._scaler.due]
         now = time.monotonic()
         due = min((due for due in dues if due is not None), default=None)
         timeout = max(0.0, due - now) if due is not None else None
@@ -240,15 +250,20 @@ class Launcher:
                 self.desk.publish(rank)
                 if rank.process is None:  # it ended, or could not be started
                     self._end_group(rank, now)
+        self._scaler.look(now)
 
     def _on_wake(self, now: float) -> None:
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             pass
+        while not self._orders.empty():
+            self._scaler.order(self._orders.get_nowait())
         stop_by = self._stop_by
         if stop_by is not None and stop_by != self._stop_seen:
             self._stop_seen = stop_by
+            self._group.stopping = True
+            self._scaler.stop()
             for rank in self._ranks:
                 before = rank.supervisor.state
                 rank.stop(now, stop_by - now)
@@ -271,6 +286,18 @@ class Launcher:
     def _end_group(self, rank: EngineRank, now: float) -> None:
         for other in self._group.end_with(rank, now):
             self.desk.publish(other)
+
+    def _is_started(self) -> bool:
+        return self.started.done() and self._stop_seen is None
+
+    def _make_joining(self, number: int, size: int, incarnation: int) -> EngineRank:
+        return self._make_rank(number, size, incarnation, joining=True)
+
+    def _make_rank(self, number: int, size: int, incarnation: int = 0, *, joining: bool = False) -> EngineRank:
+        init = self._inits.init(number, size, incarnation, joining=joining)
+        env = self._config.parallel.of_rank(number).env
+        facts = self._group.facts_at_start
+        return EngineRank(init, self._session, self._control_address, self._config.faults, env, facts)
 
     # --- the end ---
 

@@ -29,6 +29,7 @@ _KILL_BOUND = 15.0
 class GroupFacts(msgspec.Struct, frozen=True):
     """Fields of `Init` that all ranks of a group's incarnation share; named as there."""
 
+    data_parallel_size: int
     group: int
     first_coordinator: int
     step_sync_address: str
@@ -39,7 +40,7 @@ class EngineRank:
     """Owns the process of one rank, one incarnation after the other. Belongs to the launcher's thread.
 
     Args:
-        init: what to run; its rank is this one.
+        init: what to run; its rank is this one, its incarnation the first.
         session: directory and token.
         control_address: where engine cores find the launcher.
         faults: time limits and the restart policy.
@@ -51,6 +52,8 @@ class EngineRank:
         process: of the incarnation that runs; None between two.
         peer: the ZeroMQ identity on the control channel of who said HELLO; b"" before.
         lockstep: whether its engine has said that ranks step together.
+        can_reinitialize: whether its engine has said that its group may change its size.
+        joining: whether it is new, and its group does not count on it yet.
         failure: what to raise where the first start-up failed; None otherwise.
     """
 
@@ -61,11 +64,13 @@ class EngineRank:
         control_address: str,
         faults: FaultConfig,
         env: dict[str, str],
-        group_facts: Callable[[int], GroupFacts],
+        group_facts: Callable[[], GroupFacts],
     ) -> None:
         self._group_facts = group_facts
         self._fallen = False  # it is being ended because another rank has ended; its death has been told
         self.lockstep = False
+        self.can_reinitialize = False
+        self.joining = init.joining
         self._init = init
         self._env = env
         self._session = session
@@ -81,7 +86,7 @@ class EngineRank:
         self._last_ready: Ready | None = None  # of the latest incarnation that was
         self._death: EngineDeath | None = None
         self._stall: StallReport | None = None
-        self.supervisor = RankSupervisor(faults.restart)
+        self.supervisor = RankSupervisor(faults.restart, init.incarnation)
         self._pid: int | None = None  # of the incarnation that runs, or ran last
         self.process: EngineProcess | None = None
         self.peer = b""
@@ -100,6 +105,11 @@ class EngineRank:
     def is_ready(self) -> bool:
         """Whether the incarnation that runs has said READY."""
         return self._ready is not None and self.process is not None and not self._fallen
+
+    @property
+    def death(self) -> str:
+        """How the last incarnation that ended did so; "": none has."""
+        return self._death.reason if self._death is not None else ""
 
     def due(self, may_begin: bool) -> float | None:
         """When to call `tick`; None: not before something else happens."""
@@ -130,8 +140,9 @@ class EngineRank:
     def start(self, now: float) -> None:
         """Starts the process of the current incarnation. Raises OSError if none is to be had."""
         incarnation = self.supervisor.incarnation
-        facts = msgspec.structs.asdict(self._group_facts(incarnation))
-        init = msgspec.structs.replace(self._init, incarnation=incarnation, **facts)
+        init = msgspec.structs.replace(self._init, incarnation=incarnation, joining=self.joining)
+        if not self.joining:  # else it is told later
+            init = msgspec.structs.replace(init, **msgspec.structs.asdict(self._group_facts()))
         self._fallen = False
         self._init = init
         self._handshake = EngineHandshake(self._session.token, init)
@@ -140,6 +151,13 @@ class EngineRank:
         environment = ChildEnvironment(self._control_address, self._session.token, init.rank, init.incarnation)
         self.process = EngineProcess.start({**os.environ, **self._env, **environment.to_environ()}, self._session.path)
         self._deadline = now + self._faults.startup_timeout
+
+    def start_or_die(self, now: float) -> None:
+        """As `start`; where no process is to be had, the incarnation has died."""
+        try:
+            self.start(now)
+        except OSError as error:
+            self._died_unstarted(f"engine core rank {self.rank} cannot be started: {error}", now)
 
     def receive(self, sender: bytes, frames: list[bytes], now: float) -> bytes | None:
         """Takes a message of the handshake; what to send back to `sender`, or None."""
@@ -154,6 +172,7 @@ class EngineRank:
         if handshake.ready is not None and self._ready is None:
             self._ready = self._last_ready = handshake.ready
             self.lockstep = handshake.ready.lockstep
+            self.can_reinitialize = handshake.ready.can_reinitialize
             self._deadline = None
             self.supervisor.ready()
         elif handshake.failure is not None:
@@ -165,10 +184,7 @@ class EngineRank:
         supervisor = self.supervisor
         if may_begin and supervisor.restart_at is not None and now >= supervisor.restart_at:
             supervisor.begin()
-            try:
-                self.start(now)
-            except OSError as error:
-                self._died_unstarted(f"engine core rank {self.rank} cannot be started again: {error}", now)
+            self.start_or_die(now)
         elif self._deadline is not None and now >= self._deadline:
             self._on_deadline(now)
 
@@ -235,6 +251,12 @@ class EngineRank:
         self._deadline = now + timeout
         self.process.terminate()
 
+    def leave(self, now: float) -> None:
+        """Its end is near, and wanted: it serves on, and is not started again. One that does not serve ends at once."""
+        self.supervisor.stop()
+        if not self.is_ready:
+            self.kill(now)
+
     def exited(self, now: float) -> None:
         """The process has ended, and all that belongs to it."""
         process, starting = self.process, self._ready is None
@@ -244,7 +266,7 @@ class EngineRank:
             self._death = EngineDeath.of(_death_behind(failure))
             self.supervisor.died(now)
             self._tell_of_budget()
-            if starting and self.supervisor.state is EngineState.DEAD and not self._init.incarnation:
+            if starting and self.supervisor.state is EngineState.DEAD and self.supervisor.is_first:
                 self.failure = failure
         process.close()
         self.process = None
@@ -254,7 +276,7 @@ class EngineRank:
     def _tell_of_budget(self) -> None:
         """Where there had been restarts, and there will be none: that is why it stays dead."""
         policy, death = self._faults.restart, self._death
-        if self.supervisor.state is EngineState.DEAD and self.supervisor.incarnation and death is not None:
+        if self.supervisor.state is EngineState.DEAD and not self.supervisor.is_first and death is not None:
             spent = f"It stays dead: {policy.max_restarts} restarts in {policy.window:g} s are all that is allowed."
             self._death = msgspec.structs.replace(death, reason=f"{death.reason} {spent}")
 

@@ -19,43 +19,58 @@ from outboard.launch.process import EngineProcess
 from outboard.protocol.messages import ErrorReport, Init
 from outboard.protocol.tensors import is_scalar
 
-__all__ = ["StartCancelled", "make_inits", "sendable_options", "startup_failure", "startup_timeout"]
+__all__ = ["InitMaker", "StartCancelled", "sendable_options", "startup_failure", "startup_timeout"]
 
 
 class StartCancelled(Exception):
     """Whoever wanted these engine cores has changed its mind; their processes are gone."""
 
 
-def make_inits(config: EngineConfig) -> list[Init]:
-    """What each rank is to run.
+class InitMaker:
+    """Says what each rank is to run.
+
+    Args:
+        config: of all ranks.
+
+    Attributes:
+        engine: reference of what runs.
 
     Raises:
         ConfigError: no such engine, options that cannot be sent, or this is a process that imports an engine.
     """
-    if importing := os.environ.get(IMPORTING_ENGINE):
-        raise ConfigError(
-            f"a client was started while an engine-core process imports {importing}; put whatever starts one under "
-            'if __name__ == "__main__":'
-        )
-    engine, sys_path, parallel = resolve_engine(config.engine), _search_path(), config.parallel
-    return [
-        Init(
-            engine=engine,
+
+    def __init__(self, config: EngineConfig) -> None:
+        if importing := os.environ.get(IMPORTING_ENGINE):
+            raise ConfigError(
+                f"a client was started while an engine-core process imports {importing}; put whatever starts one under "
+                'if __name__ == "__main__":'
+            )
+        self._config = config
+        self._sys_path = _search_path()
+        self.engine = resolve_engine(config.engine)
+        for rank in range(max(config.parallel.data_parallel_size, len(config.parallel.rank_options))):
+            self.init(rank, config.parallel.data_parallel_size)  # what is wrong with any is known now
+
+    def init(self, rank: int, size: int, incarnation: int = 0, *, joining: bool = False) -> Init:
+        """What a rank is to run, one of so many."""
+        config, parallel, transport = self._config, self._config.parallel, self._config.transport
+        return Init(
+            engine=self.engine,
             options=sendable_options({**config.options, **parallel.of_rank(rank).options}),
-            sys_path=sys_path,
+            sys_path=self._sys_path,
             rank=rank,
-            incarnation=0,
-            high_water_mark=config.transport.high_water_mark,
-            max_message_bytes=config.transport.max_message_bytes,
-            inline_bytes=config.transport.inline_bytes,
-            shared_memory_bytes=config.transport.shared_memory_bytes,
-            data_parallel_size=parallel.data_parallel_size,
+            incarnation=incarnation,
+            high_water_mark=transport.high_water_mark,
+            max_message_bytes=transport.max_message_bytes,
+            inline_bytes=transport.inline_bytes,
+            shared_memory_bytes=transport.shared_memory_bytes,
+            data_parallel_size=size,
             cpus=parallel.of_rank(rank).cpus,
             dp_sync_interval=parallel.dp_sync_interval,
             dp_sync_timeout=parallel.dp_sync_timeout,
+            elastic=parallel.elastic,
+            joining=joining,
         )
-        for rank in range(parallel.data_parallel_size)
-    ]
 
 
 def startup_failure(process: EngineProcess, init: Init, report: ErrorReport | None) -> ConfigError | EngineStartupError:

@@ -26,26 +26,33 @@ class RankSupervisor:
 
     Args:
         policy: whether, how often and how soon to start again.
+        incarnation: of the first process; above 0 where the rank has been there before, and left.
 
     Attributes:
         budget: of restarts; ranks that restart as one share theirs.
         state: where the rank is.
-        incarnation: of the process that runs or starts, or ran last; the first is 0.
+        incarnation: of the process that runs or starts, or ran last.
+        first_incarnation: of the first.
         stopping: whether its end is wanted.
         restart_at: when `begin` is to be called for the next incarnation; None: nothing is due.
     """
 
-    def __init__(self, policy: RestartPolicy) -> None:
+    def __init__(self, policy: RestartPolicy, incarnation: int = 0) -> None:
         self.budget = RestartBudget(policy)
         self.stopping = False
         self.state = EngineState.STARTING
-        self.incarnation = 0
+        self.incarnation = self.first_incarnation = incarnation
         self.restart_at: float | None = None
 
     @property
     def alive(self) -> bool:
         """Whether it serves, or may still come to serve."""
         return self.state not in (EngineState.DEAD, EngineState.STOPPED)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the incarnation that runs or starts is the first."""
+        return self.incarnation == self.first_incarnation
 
     def begin(self) -> None:
         """The pause before a restart is over: the next incarnation is being started."""
