@@ -316,7 +316,7 @@ class ScalePlan:
         return [Quiesce(range(self.old_size))]
 
     def _emptying(self, facts: Facts, now: float) -> list[Action]:
-        if self._lockstep and facts.fallen:
+        if self._lockstep and (facts.fallen or facts.ended.intersection(self.leaving)):
             return self._after_fall(now)
         empty = facts.drained | facts.ended
         if not empty.issuperset(self.leaving):
