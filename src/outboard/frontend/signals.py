@@ -134,7 +134,7 @@ class ShutdownSignals:
     # --- inside ---
 
     def _begin_to_wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Has a signal wake the loop. The system may give it to any thread, and then nothing interrupts the main one."""
+        """Has a signal wake the loop: the system may give it to any thread, and then the main one sleeps on."""
         read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         if before >= 0:  # the loop has one of its own
