@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
@@ -18,6 +19,12 @@ from outboard.client import link
 from outboard.config import TransportConfig
 from outboard.transport.outputs import listen_for_outputs
 from support import OUTPUTS, Run, children
+
+
+def pytest_configure() -> None:
+    """Ctrl-C works as in a terminal, though a shell that started this in the background had SIGINT ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import threading
 import time
@@ -42,7 +41,13 @@ def outer() -> Iterator[list[int]]:
 
 
 def send(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
+    """To the main thread: given to another one, a signal does not end what the main one waits for."""
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def send_elsewhere(number: signal.Signals) -> None:
+    """To this process, by a thread that takes it itself."""
+    signal.pthread_kill(threading.get_ident(), number)
 
 
 class Fake:
@@ -103,6 +108,19 @@ def test_the_first_lets_requests_end(run: Run, number: signal.Signals, caplog: p
     with caplog.at_level(logging.WARNING):
         run(main())
     assert not caplog.records
+
+
+@BOTH
+def test_one_that_another_thread_was_given_wakes_the_loop(run: Run, number: signal.Signals) -> None:
+    async def main() -> None:
+        fake = Fake()
+        fake.enough.set()
+        async with asyncio.timeout(20), ShutdownSignals(fake) as signals:
+            threading.Timer(0.1, send_elsewhere, [number]).start()
+            await signals.wait()  # nothing else goes on in this loop for 20 s
+        assert signals.received == [number]
+
+    run(main())
 
 
 @BOTH

@@ -16,6 +16,7 @@ from outboard.engines.gguf import read_header
 from outboard.engines.models import DEFAULT_MODEL, catalogue, resolve_model
 from outboard.engines.openvino_sampling import generation_config
 from outboard.engines.openvino_tokenizer import OpenVINOTokenizer, eos_token_ids, import_genai
+from outboard.engines.signal_stack import same_signal_stack
 from outboard.errors import ConfigError, InvalidRequestError, ModelFileError, PromptTooLongError
 from outboard.protocol.messages import EngineCoreRequest, EngineInfo, SchedulerStats
 from outboard.protocol.sampling import FinishReason, SamplingParams
@@ -90,7 +91,8 @@ class OpenVINOEngine(EngineCore):
         if num_threads is not None:
             properties["INFERENCE_NUM_THREADS"] = num_threads
         try:
-            self._pipeline = self._genai.ContinuousBatchingPipeline(str(path), scheduler, device, properties)
+            with same_signal_stack():
+                self._pipeline = self._genai.ContinuousBatchingPipeline(str(path), scheduler, device, properties)
         except RuntimeError as error:
             raise ConfigError(f"OpenVINO cannot load {path} on {device}: {str(error).strip()}") from error
         tokenizer = self._pipeline.get_tokenizer()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outboard.engine.core import Tokenizer
+from outboard.engines.signal_stack import same_signal_stack
 from outboard.errors import ConfigError, PromptTooLongError
 
 __all__ = ["OpenVINOTokenizer", "eos_token_ids", "import_genai"]
@@ -52,7 +53,8 @@ class OpenVINOTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = import_genai().Tokenizer(str(path))
+        with same_signal_stack():
+            self._tokenizer = import_genai().Tokenizer(str(path))
         vocabulary: dict[bytes, int] = self._tokenizer.get_vocab()
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.eos_token_ids: Sequence[int] = eos_token_ids(self._tokenizer, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
@@ -82,9 +83,11 @@ class ShutdownSignals:
         self._drain: asyncio.Task[bool] | None = None
         self._force: asyncio.Task[None] | None = None
         self._interrupted = False
+        self._wake_fds: tuple[int, int] | None = None
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
+        self._begin_to_wake(self._loop)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._on_signal)
         return self
@@ -99,6 +102,7 @@ class ShutdownSignals:
                 if handler is not None:  # None: not of Python's making
                     signal.signal(number, handler)
             self._before.clear()
+            self._stop_waking()
         if self._drain is None:
             return False
         self._interrupted = isinstance(error, ClientClosedError)
@@ -129,6 +133,28 @@ class ShutdownSignals:
 
     # --- inside ---
 
+    def _begin_to_wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Has a signal wake the loop: the system may give it to any thread, and then the main one sleeps on."""
+        read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        if before >= 0:  # the loop has one of its own
+            signal.set_wakeup_fd(before)
+            os.close(read_fd)
+            os.close(write_fd)
+            return
+        self._wake_fds = read_fd, write_fd
+        loop.add_reader(read_fd, _read_all, read_fd)
+
+    def _stop_waking(self) -> None:
+        if self._wake_fds is None:
+            return
+        assert self._loop is not None  # it was entered
+        signal.set_wakeup_fd(-1)
+        self._loop.remove_reader(self._wake_fds[0])
+        for fd in self._wake_fds:
+            os.close(fd)
+        self._wake_fds = None
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, between any two instructions: only asks the loop."""
         assert self._loop is not None  # there was a loop before there was a handler
@@ -158,3 +184,10 @@ class ShutdownSignals:
         await asyncio.sleep(0)  # a signal may have asked the loop just now
         while running := [task for task in (self._drain, self._force) if task is not None and not task.done()]:
             await asyncio.wait(running)
+
+
+def _read_all(fd: int) -> None:
+    try:
+        os.read(fd, 4096)
+    except BlockingIOError:
+        pass
