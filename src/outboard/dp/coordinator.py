@@ -21,7 +21,7 @@ from outboard.dp.wave_coordinator import ToRank, WaveCoordinator
 from outboard.dp.waves import FirstRequest, RankReport
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder
-from outboard.protocol.control import CoordinatorReady
+from outboard.protocol.control import Acknowledge, CoordinatorReady, Members
 from outboard.protocol.environment import CoordinatorEnvironment
 from outboard.transport.sockets import ControlServer, make_context
 from outboard.transport.spoke import Spoke
@@ -48,14 +48,21 @@ class DPCoordinator:
         token: the session's secret.
         incarnation: how often the coordinator has been started before.
         clock: seconds.
+        launcher: tells how many ranks get requests.
 
     Attributes:
         dropped: how many messages were dropped, by reason.
     """
 
     def __init__(
-        self, socket: ControlServer, token: str, incarnation: int, clock: Callable[[], float] = time.monotonic
+        self,
+        socket: ControlServer,
+        token: str,
+        incarnation: int,
+        clock: Callable[[], float] = time.monotonic,
+        launcher: Spoke | None = None,
     ) -> None:
+        self._launcher = launcher
         self._socket = socket
         self._token = token
         self._incarnation = incarnation
@@ -69,6 +76,7 @@ class DPCoordinator:
         self._published: Publication | None = None
         self._decoder: MsgpackDecoder[Any] = MsgpackDecoder(_Message)
         self._encode = msgspec.msgpack.Encoder().encode
+        self._members_decoder: MsgpackDecoder[Members] = MsgpackDecoder(Members)
         self.dropped: Counter[str] = Counter()
         self._handlers: dict[type, Callable[[bytes, Any], None]] = {
             ListenAsRank: self._on_listen,
@@ -85,7 +93,9 @@ class DPCoordinator:
         if self._front_ends:
             due = max(0.0, self._board.next_due - self._clock())
             timeout = due if timeout is None else min(due, timeout)
-        self._socket.wait([], timeout)
+        self._hear_launcher()
+        self._socket.wait([self._launcher.fd] if self._launcher is not None else [], timeout)
+        self._hear_launcher()
         for _ in range(_MAX_MESSAGES):
             message = self._socket.receive()
             if message is None:
@@ -116,6 +126,17 @@ class DPCoordinator:
         self._handlers[type(message)](sender, message)
 
     # --- who is there ---
+
+    def _hear_launcher(self) -> None:
+        launcher = self._launcher
+        while launcher is not None and (frames := launcher.receive()) is not None:
+            try:
+                message = self._members_decoder.decode(frames[0])
+            except ProtocolError as error:
+                self._drop("undecodable", str(error))
+                continue
+            self._board.set_size(message.size)
+            launcher.send(self._encode(Acknowledge(message.version)))
 
     def _on_listen(self, sender: bytes, who: ListenAsRank) -> None:
         if who.incarnation < self._members.get(who.rank, 0):
@@ -187,8 +208,8 @@ def main() -> None:
     who = CoordinatorEnvironment.take_from(os.environ)
     context = make_context()
     socket = ControlServer(context, who.coordinator_address, high_water_mark=_HIGH_WATER_MARK)
-    coordinator = DPCoordinator(socket, who.session_token, who.incarnation)
     launcher = Spoke(context, who.control_address)
+    coordinator = DPCoordinator(socket, who.session_token, who.incarnation, launcher=launcher)
     launcher.send(msgspec.msgpack.encode(CoordinatorReady(who.session_token, who.incarnation, os.getpid())))
     while True:
         coordinator.turn()

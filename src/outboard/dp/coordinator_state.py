@@ -89,6 +89,7 @@ class LoadBoard:
         self._changed = False
         self._published_at = -inf
         self._sequence = 0
+        self._size: float = inf
 
     @property
     def members(self) -> int:
@@ -119,6 +120,11 @@ class LoadBoard:
         self._incarnations = dict(incarnations)
         self._loads = {rank: load for rank, load in self._loads.items() if load.incarnation == incarnations.get(rank)}
 
+    def set_size(self, size: int) -> None:
+        """Ranks from this on get no more requests: their load is published no more."""
+        self._size = size
+        self._changed = True
+
     def report(self, report: LoadReport) -> bool:
         """A rank reported its load. Returns whether it is news; late and repeated ones are not."""
         if self._incarnations.get(report.rank) != report.incarnation:
@@ -143,7 +149,7 @@ class LoadBoard:
         self._published_at = now
         self._changed = False
         self._sequence += 1
-        loads = [self._loads[rank] for rank in sorted(self._loads)]
+        loads = [self._loads[rank] for rank in sorted(self._loads) if rank < self._size]
         return Publication(self._coordinator, self._sequence, self._members, loads, self._wave)
 
 

@@ -12,13 +12,17 @@ import msgspec
 from outboard.engine.events import BadCall, BadRequest
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder
-from outboard.protocol.messages import AbortRequests, AddRequest, EngineCoreRequestType, UtilityCall
+from outboard.protocol.messages import AbortRequests, AddRequest, EngineCoreRequestType, LeaveRank, UtilityCall
 from outboard.protocol.shm import SlotReader
 from outboard.protocol.tensors import Buffer
 
 __all__ = ["Drops", "Incoming"]
 
 logger = logging.getLogger("outboard.engine")
+
+
+# What somebody waits for the answer to.
+_ANSWERED = (EngineCoreRequestType.ADD.value, EngineCoreRequestType.UTILITY.value)
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -57,6 +61,7 @@ class Incoming:
             EngineCoreRequestType.ADD.value: MsgpackDecoder(AddRequest, reader),
             EngineCoreRequestType.ABORT.value: MsgpackDecoder(AbortRequests, reader),
             EngineCoreRequestType.UTILITY.value: MsgpackDecoder(UtilityCall, reader),
+            EngineCoreRequestType.LEAVE.value: MsgpackDecoder(LeaveRank, reader),
         }
         self._heads: MsgpackDecoder[_Head] = MsgpackDecoder(_Head, reader)
         self.drops = Drops()
@@ -88,7 +93,7 @@ class Incoming:
             message = decoder.decode(frames[1], frames[2:])
         except ProtocolError as error:
             head = self._heads.decode(frames[1])
-            if kind == EngineCoreRequestType.ABORT.value or head.handle < 0:
+            if kind not in _ANSWERED or head.handle < 0:
                 raise
             # Or whoever sent it would wait for ever.
             bad = BadRequest if kind == EngineCoreRequestType.ADD.value else BadCall

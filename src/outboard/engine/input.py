@@ -16,10 +16,20 @@ from outboard.dp.messages import ListenAsRank
 from outboard.engine.coordination import CoordinatorEar
 from outboard.engine.events import ClientJoined, ClientLeft, CoordinatorJoined, Writable
 from outboard.engine.incoming import Drops, Incoming
+from outboard.engine.mailbox import Mailbox
 from outboard.engine.port import SocketPort
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
-from outboard.protocol.control import AttachClient, ClientAttached, CoordinatorAt, DetachClient
+from outboard.protocol.control import (
+    AttachClient,
+    ClientAttached,
+    CoordinatorAt,
+    DetachClient,
+    DrainRank,
+    Quiesce,
+    Reconfigure,
+    ResumeRank,
+)
 from outboard.protocol.messages import Init
 from outboard.protocol.progress import MAX_SLOTS
 from outboard.protocol.shm_pair import SharedMemory
@@ -60,10 +70,17 @@ class InputThread(threading.Thread):
         inbox: the busy loop's queue.
         init: the limits of the sockets.
         session_token: to be shown to the launcher.
+        mailbox: what the busy loop has to say to the launcher.
     """
 
     def __init__(
-        self, context: ZmqContext, control: ControlClient, inbox: SimpleQueue[Any], init: Init, session_token: str
+        self,
+        context: ZmqContext,
+        control: ControlClient,
+        inbox: SimpleQueue[Any],
+        init: Init,
+        session_token: str,
+        mailbox: Mailbox,
     ) -> None:
         super().__init__(name="outboard-input", daemon=True)
         self._context = context
@@ -74,13 +91,15 @@ class InputThread(threading.Thread):
         self._token = session_token
         self._links: dict[int, _Link] = {}  # by client index
         self._drops = Drops()
-        self._decoder: MsgpackDecoder[AttachClient | DetachClient | CoordinatorAt] = MsgpackDecoder(
-            AttachClient | DetachClient | CoordinatorAt
+        self._mailbox = mailbox
+        self._decoder: MsgpackDecoder[Any] = MsgpackDecoder(
+            AttachClient | DetachClient | CoordinatorAt | Quiesce | Reconfigure | ResumeRank | DrainRank
         )
         who = ListenAsRank(session_token, init.rank, init.incarnation)
         self._coordinator = CoordinatorEar(context, who, inbox, self._drops)
         self._poller = SocketPoller()
         self._poller.add(control.fd, self._read_control)
+        self._poller.add(mailbox.fd, self._send_mail)
 
     def run(self) -> None:
         try:
@@ -117,9 +136,16 @@ class InputThread(threading.Thread):
                 self._attach(message)
             elif isinstance(message, CoordinatorAt):
                 self._follow(message)
+            elif not isinstance(message, DetachClient):
+                self._inbox.put(message)
             elif (link := self._links.get(message.client_index)) is not None and link.epoch == message.epoch:
                 self._detach(message.client_index)
         return False
+
+    def _send_mail(self) -> bool:
+        for message in self._mailbox.take():
+            self._control.send(msgspec.msgpack.encode(message))
+        return self._read_control()  # sending may have taken the edge of what came
 
     def _follow(self, place: CoordinatorAt) -> None:
         earlier = self._coordinator.spoke

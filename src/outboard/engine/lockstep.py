@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 from outboard.dp.messages import AskControl
-from outboard.dp.rank_waves import Next, RankWaves
-from outboard.dp.step_sync import ReductionInterrupted, StepSync
+from outboard.dp.rank_waves import Next
+from outboard.dp.step_sync import ReductionInterrupted
 from outboard.dp.waves import Phase, RankReport, SetControl, StartWave
 from outboard.engine.controls import Controls
 from outboard.engine.core import EngineCore
 from outboard.engine.events import CoordinatorJoined, Stop
 from outboard.engine.lockstep_controls import LockstepControls
+from outboard.engine.lockstep_place import LockstepPlace
 from outboard.engine.loop import BusyLoop
+from outboard.engine.outgoing import describe
 from outboard.errors import OutboardError
+from outboard.protocol.control import Quiesce, Reconfigure, ResumeRank
 from outboard.protocol.progress import BUSY, ProgressPage
 
 __all__ = ["LockstepLoop"]
+
+logger = logging.getLogger("outboard.engine")
 
 
 class LockstepLoop(BusyLoop):
@@ -28,9 +35,8 @@ class LockstepLoop(BusyLoop):
 
     Args:
         engine, inbox, page: as `BusyLoop`.
-        waves: of this rank.
-        sync: by which the ranks agree.
-        incarnation: of this engine core.
+        place: of this rank in its group.
+        incarnation, say, token: as `BusyLoop`.
     """
 
     def __init__(
@@ -39,43 +45,72 @@ class LockstepLoop(BusyLoop):
         inbox: SimpleQueue[Any],
         page: ProgressPage,
         *,
-        waves: RankWaves,
-        sync: StepSync,
+        place: LockstepPlace,
         incarnation: int = 0,
+        say: Callable[[Any], None] = lambda message: None,
+        token: str = "",
     ) -> None:
-        self._waves = waves
-        self._sync = sync
+        self._place = place
         self._given_up = False
-        super().__init__(engine, inbox, page, rank=waves.rank, incarnation=incarnation)
+        self._resting = place.sync is None  # no step is taken, and no wave begun, before the launcher says so
+        super().__init__(engine, inbox, page, rank=place.waves.rank, incarnation=incarnation, say=say, token=token)
         self._events[StartWave] = self._on_start
         self._events[SetControl] = self._on_control
 
     def _make_controls(self) -> Controls:
-        self._lockstep_controls = LockstepControls(self._engine, self._batch, self._admit, self._waves)
+        self._lockstep_controls = LockstepControls(self._engine, self._batch, self._admit, self._place)
         return self._lockstep_controls
 
     def close(self, linger_ms: int) -> None:
         super().close(linger_ms)
-        self._sync.close()
+        self._place.close()
 
     # --- what the coordinator says ---
 
     def _on_coordinator(self, joined: CoordinatorJoined) -> None:
         super()._on_coordinator(joined)
-        self._tell(self._waves.report())
+        self._tell(self._place.waves.report())
         self._lockstep_controls.forget_asked()
 
     def _on_start(self, message: StartWave) -> None:
-        self._tell(self._waves.start(message))
+        self._tell(self._place.waves.start(message))
 
     def _on_control(self, message: SetControl) -> None:
-        self._tell(self._waves.set_control(message, self._has_work))
+        self._tell(self._place.waves.set_control(message, self._has_work))
+
+    # --- changes of size ---
+
+    def _on_quiesce(self, message: Quiesce) -> None:
+        def rest(was_paused: bool) -> None:
+            self._resting = True
+            self._scaling.quiet(message.version, was_paused)
+
+        self._lockstep_controls.rest(rest)
+
+    def _on_reconfigure(self, message: Reconfigure) -> None:
+        if not self._resting:
+            self._scaling.reconfigured(message.version, "it does not rest")
+            return
+        self._page.alive(BUSY)
+        try:
+            self._place.move(message, self._engine)
+        except Exception as error:
+            logger.exception("the group's size cannot be changed to %d", message.size)
+            self._scaling.reconfigured(message.version, describe(error))
+            return
+        self._scaling.reconfigured(message.version)
+        self._lockstep_controls.forget_asked()
+        self._tell(self._place.waves.report())
+
+    def _on_resume(self, message: ResumeRank) -> None:
+        self._resting = False
+        self._lockstep_controls.end_rest(resume=message.resume)
 
     # --- steps ---
 
     def _advance(self) -> bool:
-        waves = self._waves
-        if self._coordinator is None or self._given_up:
+        waves = self._place.waves
+        if self._coordinator is None or self._given_up or self._resting:
             return False
         self._tell(waves.update(self._has_work))
         if waves.next is Next.REDUCE:
@@ -101,7 +136,7 @@ class LockstepLoop(BusyLoop):
 
     @property
     def _is_frozen(self) -> bool:
-        return self._waves.paused and self._waves.phase is Phase.IDLE
+        return self._resting or (self._place.waves.paused and self._place.waves.phase is Phase.IDLE)
 
     @property
     def _engine_sleeps(self) -> bool:
@@ -110,10 +145,11 @@ class LockstepLoop(BusyLoop):
 
     def _reduce(self) -> bool:
         """Agrees with the others; False if this engine core is to end, and they may have ended."""
-        waves = self._waves
+        waves = self._place.waves
         # The page says BUSY, and no sign of life is given: whoever waits for a hung rank must not look alive for ever.
         try:
-            result = self._sync.reduce(waves.vote(self._has_work))
+            assert self._place.sync is not None  # else it rests
+            result = self._place.sync.reduce(waves.vote(self._has_work))
         except ReductionInterrupted:
             self._on_stop(Stop())
             return False
@@ -126,5 +162,5 @@ class LockstepLoop(BusyLoop):
             raise OutboardError("the coordinator does not read: a lockstep group cannot go on without it")
 
     def _ask(self, paused: bool) -> bool:
-        mouth, waves = self._coordinator, self._waves
+        mouth, waves = self._coordinator, self._place.waves
         return mouth is not None and mouth.say(AskControl(waves.group, waves.control, paused))

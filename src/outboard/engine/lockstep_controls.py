@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from outboard.dp.rank_waves import RankWaves
 from outboard.dp.waves import Phase
 from outboard.engine.controls import Controls, PauseMode
 from outboard.engine.core import EngineCore, OutputBatch
+from outboard.engine.lockstep_place import LockstepPlace
 from outboard.errors import UtilityError
 from outboard.protocol.messages import EngineCoreRequest
 
@@ -24,7 +24,7 @@ class LockstepControls(Controls):
 
     Args:
         engine, batch, admit: as `Controls`.
-        waves: of this rank.
+        place: of this rank in its group.
     """
 
     def __init__(
@@ -32,13 +32,15 @@ class LockstepControls(Controls):
         engine: EngineCore,
         batch: OutputBatch,
         admit: Callable[[EngineCoreRequest], None],
-        waves: RankWaves,
+        place: LockstepPlace,
     ) -> None:
         super().__init__(engine, batch, admit)
-        self._waves = waves
+        self._place = place
         self._wish: bool | None = None  # whether the group is to be paused; None: no matter
         self._asked = -1  # the control that was known when the coordinator was last asked
         self._answers: list[tuple[Future[None], Callable[[], None]]] = []
+        self._rest: Callable[[bool], None] | None = None  # to be called once the group rests for a change of its size
+        self._held_back: list[tuple[bool, Future[None], Callable[[], None]]] | None = None  # wishes made meanwhile
 
     @property
     def sleeping(self) -> bool:
@@ -53,7 +55,9 @@ class LockstepControls(Controls):
 
     def settle(self, ask: Callable[[bool], bool]) -> None:
         """Asks the coordinator for what is wished, and answers those who wished it once it is so."""
-        waves = self._waves
+        waves = self._place.waves
+        if self._wish is None and self._rest is not None:
+            self._begin_to_rest(self._rest, waves.paused)
         if self._wish is None:
             return
         if waves.paused != self._wish:
@@ -64,6 +68,27 @@ class LockstepControls(Controls):
             answers, self._answers = self._answers, []
             for future, then in answers:
                 _answer(future, then)
+
+    def rest(self, then: Callable[[bool], None]) -> None:
+        """Pauses the group so that its size can be changed; `then(whether somebody else had paused it)` once it rests.
+
+        Wishes that are open are settled first; those that come before `end_rest` wait for it.
+        """
+        self._rest = then
+
+    def end_rest(self, *, resume: bool) -> None:
+        """The group may go on."""
+        held_back, self._held_back = self._held_back or [], None
+        self._rest = None
+        if resume and not self.paused:
+            self._make_wish(False, Future(), lambda: None)
+        for paused, done, then in held_back:
+            self._make_wish(paused, done, then)
+
+    def _begin_to_rest(self, then: Callable[[bool], None], was_paused: bool) -> None:
+        self._rest = None
+        self._make_wish(True, Future(), lambda: then(was_paused))
+        self._held_back = []
 
     # --- utilities ---
 
@@ -92,7 +117,7 @@ class LockstepControls(Controls):
 
     def is_paused(self) -> bool:
         """Whether new requests are held, or the group is paused."""
-        return self.paused or self._waves.paused
+        return self.paused or self._place.waves.paused
 
     def sleep(self, level: int = 1) -> Future[None] | None:
         """Aborts what runs, pauses all ranks, and once they rest has the engine give memory back.
@@ -121,7 +146,7 @@ class LockstepControls(Controls):
 
     def get_stats(self) -> dict[str, Any]:
         """As of every engine core, and: wave, phase ("idle", "opening", "running"), steps in this or the last wave."""
-        waves = self._waves
+        waves = self._place.waves
         return {
             **super().get_stats(),
             "paused": self.is_paused(),
@@ -131,15 +156,21 @@ class LockstepControls(Controls):
         }
 
     def _wish_for(self, paused: bool, then: Callable[[], None] = lambda: None) -> Future[None]:
+        done: Future[None] = Future()
+        if self._held_back is not None:
+            self._held_back.append((paused, done, then))
+        else:
+            self._make_wish(paused, done, then)
+        return done
+
+    def _make_wish(self, paused: bool, done: Future[None], then: Callable[[], None]) -> None:
         if self._wish not in (None, paused):
             answers, self._answers = self._answers, []
             for other, _ in answers:
                 other.set_exception(UtilityError("another call asked for the opposite before this was done"))
         self._wish = paused
         self._asked = -1
-        done: Future[None] = Future()
         self._answers.append((done, then))
-        return done
 
 
 def _answer(future: Future[None], then: Callable[[], None]) -> None:

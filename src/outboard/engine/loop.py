@@ -34,12 +34,15 @@ from outboard.engine.events import (
 )
 from outboard.engine.load_reports import LoadReporter, Mouth
 from outboard.engine.outgoing import describe, error_report
+from outboard.engine.scaling import Scaling
 from outboard.errors import InvalidRequestError, ProtocolError, UtilityNotFoundError
+from outboard.protocol.control import DrainRank, Quiesce, Reconfigure, ResumeRank
 from outboard.protocol.messages import (
     AbortRequests,
     AddRequest,
     EngineCoreRequest,
     ErrorReport,
+    LeaveRank,
     SchedulerStats,
     UtilityCall,
     UtilityOutput,
@@ -76,6 +79,8 @@ class BusyLoop:
         page: where to give signs of life.
         rank: stamped on every message.
         incarnation: of this engine core; for a coordinator.
+        say: sends a message to the launcher.
+        token: the session's secret, which goes with it.
     """
 
     def __init__(
@@ -86,6 +91,8 @@ class BusyLoop:
         *,
         rank: int = 0,
         incarnation: int = 0,
+        say: Callable[[Any], None] = lambda message: None,
+        token: str = "",
     ) -> None:
         self._engine = engine
         self._inbox = inbox
@@ -93,6 +100,7 @@ class BusyLoop:
         self._rank = rank
         self._clients: dict[int, Client] = {}  # by epoch
         self._batch = OutputBatch()
+        self._scaling = Scaling(rank, token, say, self._clients.values, self._answer, self._batch)
         self._controls = self._make_controls()
         self._utilities: dict[str, Callable[..., Any]] = {
             **{name: getattr(engine, name) for name in utility_methods(engine)},
@@ -117,6 +125,10 @@ class BusyLoop:
             CoordinatorJoined: self._on_coordinator,
             DeferredResult: self._on_deferred,
             Stop: self._on_stop,
+            DrainRank: self._scaling.drain,
+            Quiesce: self._on_quiesce,
+            Reconfigure: self._on_reconfigure,
+            ResumeRank: self._on_resume,
             Writable: lambda event: None,  # each turn tries to send anyway
         }
         self._items: dict[type, Callable[[Client, Any], None]] = {
@@ -125,6 +137,7 @@ class BusyLoop:
             UtilityCall: self._call,
             BadRequest: self._refuse,
             BadCall: self._refuse_call,
+            LeaveRank: self._leave,
         }
 
     def _make_controls(self) -> Controls:
@@ -158,6 +171,8 @@ class BusyLoop:
                 wait = client.outgoing.retry_after
                 retry_after = wait if retry_after is None else min(wait, retry_after)
         self._retry_after = retry_after
+        if retry_after is None:
+            self._scaling.look()
         self._idle = not busy
         if busy:
             return
@@ -259,6 +274,21 @@ class BusyLoop:
             self._engine.abort_requests(open_requests)
             for request_id in open_requests:
                 self._batch.add(request_id, finish_reason="abort")
+        self._scaling.stopping()
+
+    # --- changes of size; ranks that do not step together need no rest for them ---
+
+    def _on_quiesce(self, message: Quiesce) -> None:
+        self._scaling.quiet(message.version, was_paused=False)
+
+    def _on_reconfigure(self, message: Reconfigure) -> None:
+        self._scaling.reconfigured(message.version)
+
+    def _on_resume(self, message: ResumeRank) -> None:
+        pass
+
+    def _leave(self, client: Client, message: LeaveRank) -> None:
+        self._scaling.left(client.epoch)
 
     # --- requests ---
 
@@ -326,6 +356,7 @@ class BusyLoop:
         if time.monotonic() - started < _QUICK:
             self._quick.add(call.method)
         if isinstance(result, Future):
+            self._scaling.open_calls += 1
             epoch = client.epoch
             result.add_done_callback(lambda future: self._inbox.put(DeferredResult(epoch, call.call_id, future)))
         else:
@@ -335,6 +366,7 @@ class BusyLoop:
         self._answer(client, UtilityOutput(item.call_id, error=error_report(ProtocolError(item.reason))))
 
     def _on_deferred(self, deferred: DeferredResult) -> None:
+        self._scaling.open_calls -= 1
         client = self._clients.get(deferred.epoch)
         if client is None:  # it has left
             return

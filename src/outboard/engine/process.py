@@ -22,7 +22,7 @@ import msgspec
 
 from outboard._version import __version__
 from outboard.dp.rank_waves import RankWaves
-from outboard.dp.step_sync import ZmqStepSync
+from outboard.dp.step_sync import StepSync, ZmqStepSync
 from outboard.engine.calls import has_typed_result
 from outboard.engine.core import NO_DUMMY_BATCH, EngineCore, ParallelState, utility_methods
 from outboard.engine.cpus import share_of, use_cpus
@@ -30,7 +30,9 @@ from outboard.engine.events import Stop
 from outboard.engine.input import InputThread
 from outboard.engine.loader import IMPORTING_ENGINE, bind_options, load_engine_class
 from outboard.engine.lockstep import LockstepLoop
+from outboard.engine.lockstep_place import LockstepPlace
 from outboard.engine.loop import BusyLoop
+from outboard.engine.mailbox import Mailbox
 from outboard.engine.outgoing import error_report
 from outboard.engine.stacks import STACK_SIGNAL, dump_stacks_on_signal
 from outboard.errors import ConfigError
@@ -71,7 +73,8 @@ def main() -> int:
             return 1
         inbox: SimpleQueue[Any] = SimpleQueue()
         interrupt = os.eventfd(0, os.EFD_CLOEXEC)
-        loop = _make_loop(engine, inbox, page, init, environment, context, interrupt)
+        mailbox = Mailbox()
+        loop = _make_loop(engine, inbox, page, init, environment, context, interrupt, mailbox)
 
         def stop(signum: int, frame: FrameType | None) -> None:
             inbox.put(Stop())
@@ -82,7 +85,7 @@ def main() -> int:
         gc.collect()
         gc.freeze()
         control.send(ready)
-        InputThread(context, control, inbox, init, environment.session_token).start()
+        InputThread(context, control, inbox, init, environment.session_token, mailbox).start()
         control_is_ours = False
         try:
             return _run(engine, loop, report)
@@ -120,10 +123,12 @@ def _construct(init: Init) -> EngineCore:
         use_cpus(init.cpus)
     elif engine_class.cpu_bound and init.data_parallel_size > 1:
         use_cpus(share_of(sorted(os.sched_getaffinity(0)), init.rank, init.data_parallel_size))
-    if engine_class.lockstep and init.data_parallel_size > 1:
+    if engine_class.lockstep and _is_elastic(init):
         if engine_class.execute_dummy_batch is EngineCore.execute_dummy_batch:
             raise ConfigError(NO_DUMMY_BATCH.format(engine_class.__name__))
-        engine_class.parallel = ParallelState(init.rank, init.data_parallel_size, init.group, init.rendezvous)
+        engine_class.parallel = ParallelState(
+            init.rank, init.data_parallel_size, init.group, init.rendezvous, init.joining
+        )
     return engine_class(**bind_options(engine_class, init.options))
 
 
@@ -135,9 +140,11 @@ def _make_loop(
     environment: ChildEnvironment,
     context: ZmqContext,
     interrupt: int,
+    mailbox: Mailbox,
 ) -> BusyLoop:
-    if not engine.lockstep or init.data_parallel_size == 1:
-        return BusyLoop(engine, inbox, page, rank=init.rank, incarnation=init.incarnation)
+    token = environment.session_token
+    if not engine.lockstep or not _is_elastic(init):
+        return BusyLoop(engine, inbox, page, rank=init.rank, incarnation=init.incarnation, say=mailbox.put, token=token)
     waves = RankWaves(
         init.rank,
         init.data_parallel_size,
@@ -145,21 +152,33 @@ def _make_loop(
         coordinator=init.first_coordinator,
         sync_interval=init.dp_sync_interval,
     )
-    sync = ZmqStepSync(
-        context,
-        init.step_sync_address,
-        environment.session_token,
-        init.rank,
-        init.data_parallel_size,
-        timeout=init.dp_sync_timeout,
-        interrupt_fd=interrupt,
-    )
-    return LockstepLoop(engine, inbox, page, waves=waves, sync=sync, incarnation=init.incarnation)
+
+    def make_sync(rank: int, size: int, address: str) -> StepSync:
+        timeout = init.dp_sync_timeout
+        return ZmqStepSync(context, address, token, rank, size, timeout=timeout, interrupt_fd=interrupt)
+
+    sync = None if init.joining else make_sync(init.rank, init.data_parallel_size, init.step_sync_address)
+    place = LockstepPlace(waves, sync, init.dp_sync_interval, make_sync)
+    return LockstepLoop(engine, inbox, page, place=place, incarnation=init.incarnation, say=mailbox.put, token=token)
+
+
+def _is_elastic(init: Init) -> bool:
+    """Whether there are several ranks, or may come to be."""
+    return init.elastic or init.data_parallel_size > 1
 
 
 def _ready(engine: EngineCore, page: ProgressPage, session_token: str) -> bytes:
     typed = [name for name in utility_methods(engine) if has_typed_result(getattr(engine, name))]
-    ready = Ready(session_token, engine.info(), typed, page.fd, dump_stacks_on_signal(), STACK_SIGNAL, engine.lockstep)
+    ready = Ready(
+        session_token,
+        engine.info(),
+        typed,
+        page.fd,
+        dump_stacks_on_signal(),
+        STACK_SIGNAL,
+        engine.lockstep,
+        type(engine).reinitialize is not EngineCore.reinitialize,
+    )
     return msgspec.msgpack.encode(ready)
 
 

@@ -41,7 +41,10 @@ class LockstepMockEngine(MockEngine):
         super().__init__(step_ms, tokens_per_step, max_num_seqs, vocab_size, max_model_len)
         if not barrier_timeout > 0:
             raise EngineOptionError(f"barrier_timeout must be above 0, not {barrier_timeout}")
-        self._barrier = _Barrier(self.parallel, barrier_timeout) if self.parallel.size > 1 else None
+        self._barrier_timeout = barrier_timeout
+        self._barrier: _Barrier | None = None
+        if not self.parallel.joining:
+            self._barrier = self._make_barrier(self.parallel)
 
     def step(self, outputs: OutputBatch) -> None:
         self._meet()
@@ -49,6 +52,20 @@ class LockstepMockEngine(MockEngine):
 
     def execute_dummy_batch(self) -> None:
         self._meet()
+
+    def reinitialize(self, state: ParallelState) -> None:
+        """As a collective operation would, it waits for all ranks.
+
+        Raises:
+            RuntimeError: some did not come within `barrier_timeout`.
+        """
+        if self._barrier is not None:
+            self._barrier.close()
+        self._barrier = self._make_barrier(state)
+        self._meet()
+
+    def _make_barrier(self, state: ParallelState) -> _Barrier | None:
+        return _Barrier(state, self._barrier_timeout) if state.size > 1 else None
 
     def shutdown(self) -> None:
         super().shutdown()

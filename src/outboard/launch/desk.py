@@ -205,6 +205,8 @@ class ControlDesk:
             for front_end in self.front_ends:
                 front_end.reported.discard(rank.rank)
         with self._changed:
+            for new in self._ranks[len(self._statuses) : rank.rank]:  # ranks get ready in any order
+                self._statuses.append(new.status(0))
             self._statuses[rank.rank : rank.rank + 1] = [status]
             self._changed.notify_all()
         self.tell_all(status)

@@ -1,0 +1,90 @@
+"""An engine core's part in changes of the number of ranks: it says that it has been told, and when it is empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from outboard.engine.batch import OutputBatch
+from outboard.engine.client import Client
+from outboard.protocol.control import Drained, DrainRank, Quiet, Reconfigured
+from outboard.protocol.messages import (
+    EEP_NOTIFICATION_CALL_ID,
+    RECONFIGURE_FINISHED,
+    SHUTDOWN_COMPLETE,
+    UtilityOutput,
+)
+
+__all__ = ["Scaling"]
+
+
+class Scaling:
+    """Belongs to the busy loop.
+
+    Args:
+        rank: of this engine core.
+        token: the session's secret, shown with every answer.
+        say: sends a message to the launcher.
+        clients: all front ends that are served.
+        answer: has a front end told something behind all outputs so far.
+        batch: the open requests.
+
+    Attributes:
+        open_calls: utility calls that have not been answered.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        token: str,
+        say: Callable[[Any], None],
+        clients: Callable[[], Iterable[Client]],
+        answer: Callable[[Client, UtilityOutput], None],
+        batch: OutputBatch,
+    ) -> None:
+        self._rank = rank
+        self._token = token
+        self._say = say
+        self._clients = clients
+        self._answer = answer
+        self._batch = batch
+        self._leaving: DrainRank | None = None
+        self._said_leave: set[int] = set()  # epochs of front ends that will send nothing more
+        self._drained = False
+        self.open_calls = 0
+
+    def drain(self, message: DrainRank) -> None:
+        """This rank is to leave."""
+        self._leaving = message
+        self._drained = False
+
+    def left(self, epoch: int) -> None:
+        """This front end sends no more."""
+        self._said_leave.add(epoch)
+
+    def look(self) -> None:
+        """Says that this rank is empty, once it is, and nothing can come any more."""
+        if self._leaving is None or self._drained or len(self._batch) or self.open_calls:
+            return
+        if all(client.epoch in self._said_leave for client in self._clients()):
+            self._drained = True
+            self._say(Drained(self._token, self._rank, self._leaving.version))
+
+    def stopping(self) -> None:
+        """This rank ends; where that is because it left, all front ends are told, behind everything else."""
+        if self._leaving is not None:
+            self._notify(SHUTDOWN_COMPLETE)
+
+    def reconfigured(self, version: int, error: str = "") -> None:
+        """The group's new size has been taken note of; or why it cannot be."""
+        if not error:
+            self._notify(RECONFIGURE_FINISHED)
+        self._say(Reconfigured(self._token, self._rank, version, error))
+
+    def quiet(self, version: int, was_paused: bool) -> None:
+        """This rank rests."""
+        self._say(Quiet(self._token, self._rank, version, was_paused))
+
+    def _notify(self, kind: str) -> None:
+        for client in self._clients():
+            self._answer(client, UtilityOutput(EEP_NOTIFICATION_CALL_ID, (kind, self._rank)))
