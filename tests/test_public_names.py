@@ -37,6 +37,8 @@ NAMES = {
     "RequestStream",
     "RestartPolicy",
     "SamplingParams",
+    "ScaleProgress",
+    "ScaleState",
     "SchedulerStats",
     "SyncMPClient",
     "Tokenizer",

@@ -15,7 +15,7 @@ from outboard.frontend.offline import LLM
 from outboard.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outboard.frontend.stream import RequestStream
 from outboard.launch.group import EngineAddresses, EngineGroup, launch_engines
-from outboard.protocol.control import EngineState, EngineStatus
+from outboard.protocol.control import EngineState, EngineStatus, ScaleProgress, ScaleState
 from outboard.protocol.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -54,6 +54,8 @@ __all__ = [
     "RequestStream",
     "RestartPolicy",
     "SamplingParams",
+    "ScaleProgress",
+    "ScaleState",
     "SchedulerStats",
     "SyncMPClient",
     "Tokenizer",

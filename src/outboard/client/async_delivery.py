@@ -39,6 +39,7 @@ class AsyncDelivery(Delivery):
 
     Attributes:
         reading: a future that owns the reader; cancelling it cancels reading. None until attached.
+        on_notification_failed: called with what `eep_process_engine_core_notification` raised.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class AsyncDelivery(Delivery):
         fail: Callable[[EngineDeadError], None],
     ) -> None:
         self._fail = fail
+        self.on_notification_failed: Callable[[Exception], None] = lambda error: None
         self._client = weakref.ref(client)
         self._queue = outputs_queue
         self._sink: Callable[[], OutputSink | None] | None = None
@@ -168,12 +170,12 @@ class AsyncDelivery(Delivery):
             logger.exception("the output sink raised")
             self._fail(_caused(f"the output sink raised {type(error).__name__}: {error}", error))
 
-    @staticmethod
-    async def _notify(hook: NotificationHook, client: Any, data: tuple[str, int]) -> None:
+    async def _notify(self, hook: NotificationHook, client: Any, data: tuple[str, int]) -> None:
         try:
             await hook(client, data)
-        except Exception:
+        except Exception as error:
             logger.exception("eep_process_engine_core_notification raised for %r", data)
+            self.on_notification_failed(error)
 
     async def _run_hook(self, queue: asyncio.Queue[EngineCoreOutputs | EngineDeadError]) -> None:
         while True:

@@ -120,16 +120,16 @@ class AsyncMPClient(MPClient):
         """
         self._ensure_output_queue_task()
         self.validate_alive()
-        return self._membership.add_request(request)
+        return self._membership.traffic.add_request(request)
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         """Ends requests: no output of theirs is delivered any more. Unknown and finished ids are no error."""
         self._ensure_output_queue_task()
-        self._membership.abort_requests(request_ids)
+        self._membership.traffic.abort_requests(request_ids)
 
     def abort_handles(self, handles: Sequence[int]) -> None:
         """As `abort_requests_async`, by handle. Call it on the loop."""
-        self._membership.abort(handles)
+        self._membership.traffic.abort(handles)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """The next message with outputs or scheduler stats. Cancelling it loses nothing.
@@ -193,7 +193,7 @@ class AsyncMPClient(MPClient):
         loop = self._ensure_output_queue_task()
         self.validate_alive()
         future: asyncio.Future[Any] = loop.create_future()
-        call_id = self._membership.call(future, method, args, kwargs, rank)
+        call_id = self._membership.traffic.call(future, method, args, kwargs, rank)
         try:
             if timeout is None:
                 return self._typed(method, await future)
@@ -249,7 +249,8 @@ class AsyncMPClient(MPClient):
 
         unsubscribe = self.subscribe(look)
         try:
-            look(self._membership.told[rank])
+            if (known := self._membership.told.get(rank)) is not None:
+                look(known)
             return await reached
         finally:
             unsubscribe()

@@ -215,10 +215,11 @@ class MPClient(EngineCoreClient):
 
     def _make_routing(self) -> Routing:
         """Which rank gets a request. Called by the constructor, once the configuration is known."""
-        if self.config.parallel.data_parallel_size > 1:
+        parallel = self.config.parallel
+        if parallel.elastic:
             raise ConfigError(
-                f"{type(self).__name__} is for one rank, data_parallel_size is "
-                f"{self.config.parallel.data_parallel_size}; use DPLBAsyncMPClient, or EngineCoreClient.make_client"
+                f"{type(self).__name__} is for one rank, data_parallel_size is {parallel.data_parallel_size} and may "
+                f"become {parallel.most_ranks}; use DPLBAsyncMPClient, or EngineCoreClient.make_client"
             )
         return OneRank()
 
@@ -256,7 +257,7 @@ class MPClient(EngineCoreClient):
                 frozenset(status.typed_utilities),
             )
             for _, status in sorted(self._membership.statuses.items())
-            if status.info is not None
+            if status.info is not None and status.rank < self._membership.members
         ]
 
     @property
@@ -355,5 +356,5 @@ class MPClient(EngineCoreClient):
 def _journal(config: EngineConfig) -> Journal | None:
     """What is needed to move requests; nothing where a dead engine core stays dead."""
     faults = config.faults
-    can_move = faults.restart.max_restarts > 0 or config.parallel.data_parallel_size > 1
+    can_move = faults.restart.max_restarts > 0 or config.parallel.elastic
     return Journal(faults.in_flight, faults.max_resubmits) if can_move else None

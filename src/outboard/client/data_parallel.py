@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from outboard.client.async_mp import AsyncMPClient
 from outboard.client.routing import Balanced, OneRank, Routing
+from outboard.client.scaling import OnProgress, Scaling
 from outboard.config import EngineConfig
 from outboard.dp.balancing import BalancingPolicy, make_policy
 from outboard.dp.load import LoadTable
@@ -99,6 +100,9 @@ class DPLBAsyncMPClient(_CoordinatedClient):
     ) -> None:
         self._wanted_policy = policy
         super().__init__(config, addresses=addresses, client_index=client_index, cancel_fd=cancel_fd)
+        membership = self._membership
+        membership.scaling = Scaling(client_index, membership.tell, membership.counters)
+        self._delivery.on_notification_failed = membership.scaling.on_hook_failed
 
     def _make_routing(self) -> Routing:
         parallel = self.config.parallel
@@ -111,6 +115,84 @@ class DPLBAsyncMPClient(_CoordinatedClient):
     def lb_engines(self) -> dict[int, int]:
         """Own requests in flight, by rank."""
         return {rank: self._table.in_flight(rank) for rank in self._membership.ranks}
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks get requests."""
+        return self._membership.members
+
+    async def scale(
+        self,
+        new_size: int,
+        *,
+        timeout: float | None = None,
+        drain: float = 60.0,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Changes the number of ranks while they serve; all requests go on.
+
+        Ranks that come are started beside the others, and get requests once all is ready. Ranks that leave, those with
+        the highest numbers, get no more, end those that they have, and stop. Whatever goes wrong before the new size
+        counts leaves things as they were; afterwards it goes on.
+
+        Cancelling takes it back, where that is still possible, in the background; `scale` called meanwhile waits for
+        that.
+
+        Args:
+            new_size: how many ranks there are to be; with as many as there are, it returns at once.
+            timeout: seconds for new ranks to get ready, and again for the rest; default `FaultConfig.startup_timeout`.
+            drain: seconds that ranks which leave get to end their requests; what is left then moves, resumes or ends
+                with `EngineRemovedError` as `FaultConfig.in_flight` says.
+            on_progress: called on the loop with every step of it.
+
+        Raises:
+            ConfigError: the size is out of `ParallelConfig`'s bounds.
+            ScaleInProgressError: another change is under way.
+            ScaleRolledBackError: it failed; there are as many ranks as before.
+            NotificationError: it is done, or taken back, but an engine core's notification made no sense.
+            ScaleError: another reason, such as an `eep_process_engine_core_notification` that raised.
+            UnsupportedError: the engine has no `reinitialize`, or the ranks were not meant to be scaled.
+            EngineDeadError: the client has ended.
+        """
+        scaling, seconds = self._begin_scaling(new_size, timeout)
+        await scaling.scale(new_size, seconds, drain, on_progress)
+
+    async def prepare_elastic_ep(
+        self, new_data_parallel_size: int, *, timeout: float | None = None, drain: float = 60.0
+    ) -> None:
+        """The first half of `scale`: returns once new ranks are ready; nothing has changed for requests.
+
+        `commit_elastic_ep` or `abort_elastic_ep` has to follow. Args, raises, cancelling: as `scale`.
+        """
+        scaling, seconds = self._begin_scaling(new_data_parallel_size, timeout)
+        await scaling.prepare(new_data_parallel_size, seconds, drain)
+
+    async def commit_elastic_ep(self) -> None:
+        """The second half of `scale`. Raises, cancelling: as there; `ScaleError` where nothing is prepared."""
+        await self._scaling().commit()
+
+    async def abort_elastic_ep(self) -> None:
+        """Takes back what was prepared; returns when all is as before.
+
+        Raises:
+            ScaleError: nothing is prepared.
+        """
+        await self._scaling().abort()
+
+    def subscribe_scale(self, on_progress: OnProgress) -> Callable[[], None]:
+        """Calls `on_progress` with every step of any front end's change of size. Call the result to end that."""
+        return self._scaling().subscribe(on_progress)
+
+    def _begin_scaling(self, new_size: int, timeout: float | None) -> tuple[Scaling, float]:
+        if not isinstance(new_size, int) or isinstance(new_size, bool):
+            raise ConfigError(f"the number of ranks must be an int, not {new_size!r}")
+        return self._scaling(), self.config.faults.startup_timeout if timeout is None else timeout
+
+    def _scaling(self) -> Scaling:
+        self._ensure_output_queue_task()
+        self.validate_alive()
+        assert self._membership.scaling is not None  # see the constructor
+        return self._membership.scaling
 
     async def call_utility_async(
         self,
@@ -171,6 +253,6 @@ class DPLBAsyncMPClient(_CoordinatedClient):
 
 def client_class(config: EngineConfig | str | type[Any]) -> type[AsyncMPClient]:
     """The asyncio client that fits a configuration."""
-    if not isinstance(config, EngineConfig) or config.parallel.data_parallel_size == 1:
+    if not isinstance(config, EngineConfig) or not config.parallel.elastic:
         return AsyncMPClient
     return DPAsyncMPClient if config.parallel.balancing == "external" else DPLBAsyncMPClient

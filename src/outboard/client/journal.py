@@ -87,8 +87,11 @@ class Journal:
         if self._policy == "resume":
             self._note_tokens(message)
 
-    def after_death(self, handles: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Decides what becomes of these requests, whose engine core died.
+    def after_death(self, handles: Iterable[int], *, at_fault: bool = True) -> tuple[list[int], list[int]]:
+        """Decides what becomes of these requests, whose engine core is gone.
+
+        Args:
+            at_fault: whether it died, which a request may have caused; else it was removed.
 
         Returns:
             the handles of those that wait to be sent anew, and of those that end with an error.
@@ -97,9 +100,9 @@ class Journal:
         lost: list[int] = []
         for handle in handles:
             one = self._requests[handle]
-            if self._can_move(handle, one):
+            if self._can_move(handle, one, at_fault):
                 one.sent = False
-                one.resubmits += 1
+                one.resubmits += at_fault
                 again.append(handle)
             else:
                 lost.append(handle)
@@ -118,8 +121,10 @@ class Journal:
         """The requests that wait for an engine core, with their handles, in order of arrival."""
         return [(handle, one) for handle, one in sorted(self._requests.items()) if not one.sent]
 
-    def _can_move(self, handle: int, one: InFlight) -> bool:
-        if self._policy == "fail" or one.resubmits >= self._max_resubmits or handle in self._with_results:
+    def _can_move(self, handle: int, one: InFlight, at_fault: bool) -> bool:
+        if self._policy == "fail" or handle in self._with_results:
+            return False
+        if at_fault and one.resubmits >= self._max_resubmits:
             return False
         return handle in self._silent or self._policy == "resume"
 

@@ -14,7 +14,15 @@ from outboard.client.stall import process_ended
 from outboard.errors import EngineDeadError, ProtocolError
 from outboard.launch.group import EngineAddresses
 from outboard.protocol.codec import MsgpackDecoder
-from outboard.protocol.control import Attached, CoordinatorAt, EngineStatus, Welcome
+from outboard.protocol.control import (
+    Attached,
+    CoordinatorAt,
+    EngineStatus,
+    Members,
+    ScaleProgress,
+    ScaleRefused,
+    Welcome,
+)
 from outboard.protocol.messages import Refused
 from outboard.protocol.tensors import Buffer
 from outboard.transport.reader import SocketReader
@@ -22,7 +30,9 @@ from outboard.transport.sockets import ZmqContext, connect_control, wait_readabl
 
 __all__ = ["FromLauncher", "LauncherChannel"]
 
-FromLauncher: TypeAlias = Welcome | EngineStatus | Attached | CoordinatorAt | Refused
+FromLauncher: TypeAlias = (
+    Welcome | EngineStatus | Attached | CoordinatorAt | Members | ScaleProgress | ScaleRefused | Refused
+)
 
 
 class LauncherChannel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from outboard._version import __version__
@@ -15,16 +15,17 @@ from outboard.client.driver import Driver
 from outboard.client.launcher_channel import FromLauncher, LauncherChannel
 from outboard.client.link import Link
 from outboard.client.moves import Moves
-from outboard.client.pending import CallFuture, PendingTable
+from outboard.client.pending import PendingTable
 from outboard.client.progress_watch import ProgressWatch
 from outboard.client.receiver import Counters
 from outboard.client.routing import Routing
-from outboard.client.states import GONE, SERVING, gone, restarting, stalled
+from outboard.client.scaling import Scaling
+from outboard.client.states import GONE, SERVING, gone, removed, restarting, stalled
+from outboard.client.traffic import Traffic
 from outboard.errors import (
     ClientClosedError,
     EngineDeadError,
     EngineStartupError,
-    InvalidRequestError,
 )
 from outboard.launch.group import EngineAddresses
 from outboard.protocol.control import (
@@ -36,14 +37,18 @@ from outboard.protocol.control import (
     Join,
     KillEngine,
     Leave,
+    Members,
+    ScaleProgress,
+    ScaleRefused,
     Welcome,
     identity_of,
 )
 from outboard.protocol.messages import (
     PROTOCOL_VERSION,
     EngineCoreOutputs,
-    EngineCoreRequest,
+    EngineCoreRequestType,
     ErrorReport,
+    LeaveRank,
 )
 from outboard.transport.session import front_end_socket
 from outboard.transport.sockets import (
@@ -86,6 +91,10 @@ class Membership:
         only_rank: the one rank that this client has to do with; None: all.
 
     Attributes:
+        members: ranks below this get requests; others are on their way in or out.
+        traffic: what is asked of the engine cores.
+        scaling: hears of changes of the number of ranks; None: nobody does.
+        watch: looks whether those that something waits for make progress.
         failure: the error that ended everything; None while all is well.
         statuses: of the engine cores, by rank.
         told: the same, as far as subscribers have been told: one that is ready is not before it can be used.
@@ -119,6 +128,8 @@ class Membership:
         self._give_up = give_up
         self._driver: Driver | None = None
         self._slot = -1
+        self.members = 0
+        self.scaling: Scaling | None = None
         self.failure: EngineDeadError | None = None
         self.statuses: dict[int, EngineStatus] = {}
         self.told: dict[int, EngineStatus] = {}
@@ -131,7 +142,8 @@ class Membership:
         self._input_address = f"ipc://{front_end_socket(addresses.directory, 'in')}"
         self._input = bind_input(context, self._input_address, config.transport)
         self._moves = Moves(pending, delivery, client_index, config)
-        self._watch = ProgressWatch(config.faults.stall_timeout, pending, self.links, self._launcher.tell)
+        self.watch = ProgressWatch(config.faults.stall_timeout, pending, self.links, self._launcher.tell)
+        self.traffic = Traffic(self, pending, self._moves, routing)
         self.coordination = Coordination(
             context, addresses.session_token, client_index, routing.published, self.counters
         )
@@ -169,7 +181,7 @@ class Membership:
 
     @property
     def _joined(self) -> bool:
-        coming = [status.rank for status in self.statuses.values() if status.state not in GONE]
+        coming = [rank for rank in self.ranks if self.statuses[rank].state not in GONE]
         return self._slot >= 0 and all(rank in self.links and self.links[rank].attached for rank in coming)
 
     def attach(self, driver: Driver) -> None:
@@ -189,7 +201,7 @@ class Membership:
         if self.failure is not None:
             return
         self._launcher.attach(driver)
-        self._watch.attach(driver)
+        self.watch.attach(driver)
         self.coordination.attach(driver)
         for link in self.links.values():
             if link.attached:
@@ -207,59 +219,18 @@ class Membership:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that this client has to do with."""
-        return sorted(self.statuses)
+        """The ranks that this client has to do with, and that get requests."""
+        return sorted(rank for rank in self.statuses if rank < self.members)
 
-    def add_request(self, request: EngineCoreRequest) -> int:
-        """Sends a request, or has it wait while its engine core is being started again; its handle."""
-        self._watch.arm()
-        link = self._route(request)
-        if link is not None:
-            handle = link.sender.add_request(request)
-            self.coordination.request_sent()
-            return handle
-        self._settle(request.data_parallel_rank)
-        return self._moves.hold(request)
-
-    def abort(self, handles: Sequence[int]) -> None:
-        """Aborts requests by handle; unknown ones are no error."""
-        by_rank: dict[int, list[int]] = {}
-        for handle in handles:
-            rank = self._pending.ranks.get(handle)
-            if rank is not None:
-                by_rank.setdefault(rank, []).append(handle)
-        for rank, some in by_rank.items():
-            link = self._usable(rank)
-            sender = self._moves.waiting_room if link is None else link.sender
-            sender.abort(some)
-
-    def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """Aborts requests by the user's ids; unknown ones are no error."""
-        handles = self._pending.handles
-        self.abort([handles[request_id] for request_id in request_ids if request_id in handles])
-
-    def call(
-        self,
-        future: CallFuture,
-        method: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
-        rank: int | None = None,
-    ) -> int:
-        """Calls a utility method of a rank, by default the first; the call id, under which `future` waits."""
-        self._watch.arm()
-        rank = self.ranks[0] if rank is None else rank
-        link = self._usable(rank)
-        if link is None:
-            self._settle(rank)
-            raise restarting(self.statuses[rank])
-        return link.sender.call(future, method, args, kwargs)
+    def is_member(self, rank: int) -> bool:
+        """Whether this rank gets requests."""
+        return rank in self.statuses and 0 <= rank < self.members
 
     def check(self) -> None:
         """Raises what is wrong, where no engine core serves."""
         if self.failure is not None:
             raise self.failure.copy()
-        statuses = self.statuses.values()
+        statuses = [self.statuses[rank] for rank in self.ranks]
         if len(statuses) > 1 and any(status.state is EngineState.READY for status in statuses):
             return
         for status in statuses:
@@ -270,33 +241,9 @@ class Membership:
             if status.state in GONE:  # what it had sent is still being taken
                 raise gone(status)
 
-    def _usable(self, rank: int) -> Link | None:
-        """The link with a rank, if requests may be sent."""
-        link = self.links.get(rank)
-        return link if link is not None and link.usable else None
-
-    def _route(self, request: EngineCoreRequest) -> Link | None:
-        """The link with the rank that is to have a request; None: none can have it now."""
-        rank = request.data_parallel_rank
-        if rank is None:
-            rank = self._routing.choose(request)
-            return None if rank is None else self.links[rank]
-        if rank not in self.statuses:
-            raise InvalidRequestError(f"there is no data_parallel_rank {rank!r}; there is {_list(self.ranks)}")
-        return self._usable(rank)
-
-    def _settle(self, rank: int | None) -> None:
-        """Raises the end of a rank, or of all, that is known while what was sent before it is still being taken."""
-        for link in list(self.links.values()):
-            if link.ending and self.statuses[link.status.rank].state in GONE:
-                link.end_now()
-        if self.failure is not None:
-            raise self.failure.copy()
-        if rank is not None and self.statuses[rank].state in GONE:
-            raise gone(self.statuses[rank])
-
     def _set_available(self) -> None:
-        self._routing.set_available([rank for rank, link in self.links.items() if link.usable])
+        links = self.links.items()
+        self._routing.set_available([rank for rank, link in links if link.usable and rank < self.members])
 
     # --- the end ---
 
@@ -314,16 +261,23 @@ class Membership:
         if self._delivery.can_tell():
             self._pending.fail_all(cause)
             self._delivery.end(cause)
+            if self.scaling is not None:
+                self.scaling.fail(cause)
             for status in self.statuses.values():
                 self._notify(status)
 
     def stop_reading(self) -> None:
         """Takes everything off the loop, and forgets what was not sent. Idempotent."""
-        self._watch.stop()
+        self.watch.stop()
         self.coordination.detach()
         self._launcher.detach()
         for link in self.links.values():
             link.close()
+
+    def tell(self, message: Any) -> None:
+        """Sends a message to the launcher."""
+        if not self._launcher.closed:
+            self._launcher.tell(message)
 
     def leave(self) -> None:
         """Tells the launcher that this front end goes."""
@@ -350,8 +304,14 @@ class Membership:
             self._on_attached(message)
         elif isinstance(message, CoordinatorAt):
             self.coordination.follow(message)
+        elif isinstance(message, Members):
+            self._on_members(message)
+        elif isinstance(message, ScaleProgress | ScaleRefused):
+            if self.scaling is not None:
+                self.scaling.on_message(message)
         elif isinstance(message, Welcome):
             self._slot = message.slot
+            self.members = message.members if message.members >= 0 else len(message.engines)
             for status in message.engines:
                 self._on_status(status)
         else:
@@ -376,9 +336,12 @@ class Membership:
             self._set_available()
         elif link is None and status.state in GONE:
             self._on_rank_gone(status)
+            if status.rank not in self.statuses:  # it has been scaled away
+                return
         if self.failure is None and status.state in SERVING and status.rank not in self.links:
             self._attach_to(status)
-        if status.state not in SERVING or self._usable(status.rank) is not None:
+        new = self.links.get(status.rank)
+        if status.state not in SERVING or (new is not None and new.usable):
             self._notify(status)  # else once it can be used
 
     def _notify(self, status: EngineStatus) -> None:
@@ -400,6 +363,7 @@ class Membership:
             self.counters,
             self._call_later,
         )
+        link.member = status.rank < self.members
         self.links[status.rank] = link
         self._launcher.tell(link.invitation(self._input_address))
 
@@ -414,9 +378,30 @@ class Membership:
             return
         if self._driver is not None:
             link.read_on(self._driver)
+        self._take_leave()
         self._set_available()
-        self._moves.send_waiting(self._route)
+        self._moves.send_waiting(self.traffic.route)
         self._notify(self.statuses[message.rank])
+
+    def _on_members(self, message: Members) -> None:
+        """Ranks that are no members any more get nothing from now on; what they have, they end, or it moves."""
+        self.members = message.size
+        for rank, link in self.links.items():
+            link.member = link.member or rank < message.size
+        self._set_available()
+        self._take_leave()
+        for rank in sorted(self.statuses):
+            if rank >= message.size:
+                self._moves.end_unreachable(rank, removed(self.statuses[rank]))
+        self._launcher.tell(Acknowledge(message.version))
+        self._moves.send_waiting(self.traffic.route)
+
+    def _take_leave(self) -> None:
+        """Says LEAVE, once and behind all requests, to ranks that have been members and are no more."""
+        for rank, link in self.links.items():
+            if rank >= self.members and link.member and link.usable:
+                link.member = False
+                link.sender.send(EngineCoreRequestType.LEAVE, LeaveRank(link.epoch))
 
     # --- deaths ---
 
@@ -427,7 +412,7 @@ class Membership:
         status = self.statuses[link.status.rank]
         if self.links.get(status.rank) is link:
             del self.links[status.rank]
-        self._watch.forget(status.rank)
+        self.watch.forget(status.rank)
         if self.failure is not None:
             return
         self._set_available()
@@ -436,15 +421,29 @@ class Membership:
             self._on_rank_gone(status)
         else:
             self._moves.after_death(status.rank, restarting(status))
-            self._moves.send_waiting(self._route)
+            self._moves.send_waiting(self.traffic.route)
 
     def _on_rank_gone(self, status: EngineStatus) -> None:
-        if all(other.state in GONE for other in self.statuses.values()):
-            self.fail(gone(status))
+        is_member = status.rank < self.members
+        if all(self.statuses[rank].state in GONE for rank in self.ranks):
+            self.fail(gone(status) if is_member else removed(status))
+            return
+        if not is_member:
+            self._on_removed(status)
             return
         self._moves.after_death(status.rank, restarting(status))
         self._moves.end_unreachable(status.rank, gone(status))
-        self._moves.send_waiting(self._route)
+        self._moves.send_waiting(self.traffic.route)
+
+    def _on_removed(self, status: EngineStatus) -> None:
+        """Forgets a rank that has been scaled away; it may come again, as another incarnation."""
+        cause = removed(status)
+        self._moves.after_death(status.rank, cause, at_fault=False)
+        self._moves.end_unreachable(status.rank, cause)
+        self._moves.send_waiting(self.traffic.route)
+        self._notify(status)
+        del self.statuses[status.rank]
+        self.told.pop(status.rank, None)
 
     def _on_launcher_gone(self, error: EngineDeadError) -> None:
         for link in list(self.links.values()):
@@ -461,7 +460,11 @@ class Membership:
         self._delivery.deliver(message)
 
     def on_notification(self, payload: tuple[str, int]) -> bool:
-        return self._delivery.notify(payload)
+        taken = self._delivery.notify(payload)
+        if self.scaling is None:
+            return taken
+        self.scaling.on_notification(payload)
+        return True
 
     def on_engine_dead(self, rank: int, report: ErrorReport) -> None:
         """Its exit follows, and says more; where it does not follow, it is killed."""
@@ -477,13 +480,12 @@ class Membership:
             self.fail(EngineDeadError(reason, rank=rank))
 
     def _kill(self, rank: int, incarnation: int, reason: str, report: ErrorReport | None = None) -> None:
-        if self.failure is None and not self._launcher.closed and self.statuses[rank].incarnation == incarnation:
+        status = self.statuses.get(rank)
+        if self.failure is not None or self._launcher.closed or status is None:
+            return
+        if status.incarnation == incarnation:
             self._launcher.tell(KillEngine(rank, incarnation, reason, report))
 
     def _call_later(self, delay: float, function: Callable[[], None]) -> None:
         assert self._driver is not None  # nothing is sent before there is one
         self._driver.call_later(delay, function)
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))}"

@@ -14,7 +14,6 @@ from outboard.client.sender import Sender
 from outboard.config import EngineConfig
 from outboard.errors import (
     EngineDeadError,
-    EngineRestartedError,
     EngineRestartingError,
     InvalidRequestError,
     OutboardError,
@@ -69,13 +68,17 @@ class Moves:
         journal.waits(handle)
         return handle
 
-    def after_death(self, rank: int, cause: EngineRestartedError) -> None:
-        """Ends what cannot be moved of what waited for a dead engine core: all calls, and requests by policy."""
+    def after_death(self, rank: int, cause: EngineDeadError, *, at_fault: bool = True) -> None:
+        """Ends what cannot be moved of what waited for a dead engine core: all calls, and requests by policy.
+
+        Args:
+            at_fault: whether the requests may have caused it; else moving them does not count.
+        """
         self._pending.fail_calls(cause, rank)
         journal = self._pending.journal
         lost = self._pending.requests_of(rank)
         if journal is not None:
-            again, lost = journal.after_death(lost)
+            again, lost = journal.after_death(lost, at_fault=at_fault)
             for handle in again:
                 self._pending.move_request(handle, NO_RANK)
         if lost:

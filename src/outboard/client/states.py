@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from outboard.errors import EngineDeadError, EngineRestartedError, EngineStalledError
+from outboard.errors import EngineDeadError, EngineRemovedError, EngineRestartedError, EngineStalledError
 from outboard.protocol.control import EngineState, EngineStatus
 
-__all__ = ["GONE", "SERVING", "gone", "restarting", "stalled"]
+__all__ = ["GONE", "SERVING", "gone", "removed", "restarting", "stalled"]
 
 SERVING = (EngineState.READY, EngineState.STALLED)
 GONE = (EngineState.DEAD, EngineState.STOPPED)
@@ -17,6 +17,14 @@ def gone(status: EngineStatus) -> EngineDeadError:
         return EngineDeadError(**status.death.facts())
     reason = f"engine core rank {status.rank} was shut down by its launcher"
     return EngineDeadError(reason, phase="stopping", rank=status.rank, incarnation=status.incarnation)
+
+
+def removed(status: EngineStatus) -> EngineRemovedError:
+    """It was scaled away, with what it had not ended."""
+    if status.death is not None:
+        return EngineRemovedError(**status.death.facts())
+    reason = f"engine core rank {status.rank} was scaled away"
+    return EngineRemovedError(reason, phase="stopping", rank=status.rank, incarnation=status.incarnation)
 
 
 def restarting(status: EngineStatus) -> EngineRestartedError:

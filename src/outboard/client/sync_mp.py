@@ -54,7 +54,7 @@ class SyncMPClient(SyncClient, MPClient):
 
     @property
     def _outbound(self) -> Outbound:
-        return self._membership
+        return self._membership.traffic
 
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
         """The next message with outputs or scheduler stats; waits for it.

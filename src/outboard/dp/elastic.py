@@ -1,7 +1,7 @@
 """The plan of a change of size: what has to happen in which order, and the way back. Pure: no clock, no process.
 
     up     STARTING -> PREPARED -> CONNECTING -> [QUIESCING ->] RECONFIGURING -> ANNOUNCED -> DONE
-    down                PREPARED -> EMPTYING -> [QUIESCING ->] RECONFIGURING -> LEAVING -> DONE
+    down   PREPARED -> ANNOUNCED -> EMPTYING -> [QUIESCING ->] RECONFIGURING -> LEAVING -> DONE
     back   any stage of the way up before ANNOUNCED -> CLEARING -> [RESTORING ->] ROLLED_BACK
 
 What is in brackets is for ranks that step together. A change counts once the new size has been announced to the front
@@ -225,6 +225,8 @@ class ScalePlan:
                 return ScaleState.DONE
             case _Stage.ROLLED_BACK:
                 return ScaleState.ROLLED_BACK
+            case _Stage.ANNOUNCED:
+                return ScaleState.COMMITTING
             case _:
                 return ScaleState.COMMITTING if self.up else ScaleState.DRAINING
 
@@ -299,7 +301,7 @@ class ScalePlan:
         if self.up:
             self._enter(_Stage.CONNECTING, now + self._timeout)
             return []
-        self._enter(_Stage.EMPTYING, now + self._drain)
+        self._enter(_Stage.ANNOUNCED, None)
         return [Announce(self.new_size), Drain(self.leaving)]
 
     def _connecting(self, facts: Facts, now: float) -> list[Action]:
@@ -362,6 +364,9 @@ class ScalePlan:
         waited_for = set(range(size)) if self._lockstep else facts.ready.intersection(range(size))
         if not facts.reconfigured.issuperset(waited_for):
             return []
+        if untold := set(range(size)) - waited_for:
+            names = ", ".join(map(str, sorted(untold)))
+            self.reason = self.reason or f"rank {names} was not ready, and so not told"
         resume: list[Action] = [Resume(range(size))] if self._lockstep else []
         if self.up:
             self._enter(_Stage.ANNOUNCED, now + self._timeout)
@@ -370,7 +375,9 @@ class ScalePlan:
         return resume
 
     def _announced(self, facts: Facts, now: float) -> list[Action]:
-        if facts.acknowledged:
+        if not self.up:
+            self._enter(_Stage.EMPTYING, now + self._drain)
+        elif facts.acknowledged:
             self._enter(_Stage.DONE, None)
         return []
 

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
 
 from outboard.client.async_mp import AsyncMPClient
+from outboard.client.data_parallel import DPLBAsyncMPClient
+from outboard.client.scaling import OnProgress
 from outboard.config import EngineConfig
 from outboard.engine.controls import PauseMode
 from outboard.engine.core import Tokenizer
-from outboard.errors import ClientClosedError, ConfigError, InvalidRequestError
+from outboard.errors import ClientClosedError, ConfigError, InvalidRequestError, UnsupportedError
 from outboard.frontend.prompt import Prompt
 from outboard.frontend.running import RunningEngine
 from outboard.frontend.slot import OnOutput, Slot
@@ -264,6 +266,38 @@ class AsyncLLM:
         return self._running.tokenizer if self._running is not None else None
 
     # --- utility calls and controls ---
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks get requests."""
+        client = self.client
+        return client.data_parallel_size if isinstance(client, DPLBAsyncMPClient) else 1
+
+    async def scale_elastic_ep(
+        self,
+        new_data_parallel_size: int,
+        *,
+        drain_timeout: float = 60.0,
+        timeout: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Changes the number of ranks while they serve; streams go on.
+
+        Args:
+            new_data_parallel_size: how many there are to be.
+            drain_timeout: seconds that ranks which leave get to end their requests.
+            timeout, on_progress: as `DPLBAsyncMPClient.scale`.
+
+        Raises, cancelling: as there.
+        """
+        await self.start()
+        client = self.client
+        if not isinstance(client, DPLBAsyncMPClient):
+            raise UnsupportedError(
+                "this front end has one rank for good: start it with ParallelConfig(max_size=...) above 1, and with "
+                "internal balancing"
+            )
+        await client.scale(new_data_parallel_size, timeout=timeout, drain=drain_timeout, on_progress=on_progress)
 
     async def collective_rpc(
         self,

@@ -202,6 +202,7 @@ class Scaler:
             drain=scale.drain,
             commit=scale.commit,
         )
+        self._tell()
 
     def _refuse(self, order: ScaleOrder, error: Exception) -> None:
         if order.front_end is None:
