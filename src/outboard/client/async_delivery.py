@@ -39,7 +39,7 @@ class AsyncDelivery(Delivery):
 
     Attributes:
         reading: a future that owns the reader; cancelling it cancels reading. None until attached.
-        on_notification_failed: called with what `eep_process_engine_core_notification` raised.
+        on_hook_done: called when `eep_process_engine_core_notification` has ended, with what it raised.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AsyncDelivery(Delivery):
         fail: Callable[[EngineDeadError], None],
     ) -> None:
         self._fail = fail
-        self.on_notification_failed: Callable[[Exception], None] = lambda error: None
+        self.on_hook_done: Callable[[Exception | None], None] = lambda error: None
         self._client = weakref.ref(client)
         self._queue = outputs_queue
         self._sink: Callable[[], OutputSink | None] | None = None
@@ -171,11 +171,13 @@ class AsyncDelivery(Delivery):
             self._fail(_caused(f"the output sink raised {type(error).__name__}: {error}", error))
 
     async def _notify(self, hook: NotificationHook, client: Any, data: tuple[str, int]) -> None:
+        failure = None
         try:
             await hook(client, data)
         except Exception as error:
             logger.exception("eep_process_engine_core_notification raised for %r", data)
-            self.on_notification_failed(error)
+            failure = error
+        self.on_hook_done(failure)
 
     async def _run_hook(self, queue: asyncio.Queue[EngineCoreOutputs | EngineDeadError]) -> None:
         while True:

@@ -102,7 +102,7 @@ class DPLBAsyncMPClient(_CoordinatedClient):
         super().__init__(config, addresses=addresses, client_index=client_index, cancel_fd=cancel_fd)
         membership = self._membership
         membership.scaling = Scaling(client_index, membership.tell, membership.counters)
-        self._delivery.on_notification_failed = membership.scaling.on_hook_failed
+        self._delivery.on_hook_done = membership.scaling.on_hook_done
 
     def _make_routing(self) -> Routing:
         parallel = self.config.parallel

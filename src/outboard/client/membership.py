@@ -463,7 +463,7 @@ class Membership:
         taken = self._delivery.notify(payload)
         if self.scaling is None:
             return taken
-        self.scaling.on_notification(payload)
+        self.scaling.on_notification(payload, hooked=taken)
         return True
 
     def on_engine_dead(self, rank: int, report: ErrorReport) -> None:

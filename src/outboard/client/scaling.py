@@ -54,7 +54,8 @@ class Scaling:
         self._prepared = -1
         self._waits: dict[int, _Wait] = {}  # by call
         self._subscribers: list[OnProgress] = []
-        self._complete = asyncio.Event()
+        self._hooks = 0  # that run
+        self._complete = asyncio.Event()  # set whenever that, or what is missing, has changed
 
     # --- for the client ---
 
@@ -95,8 +96,7 @@ class Scaling:
                 wait.future.set_exception(kind(message.reason))
             return
         self._notifications.follow(message)
-        if not self._notifications.missing:
-            self._complete.set()
+        self._complete.set()
         wait = self._waits.get(message.call) if message.client_index == self._client_index else None
         listeners = [*self._subscribers, wait.on_progress if wait is not None else None]
         for on_progress in listeners:
@@ -112,19 +112,23 @@ class Scaling:
                 del self._waits[message.call]
                 wait.future.set_result(message)
 
-    def on_notification(self, payload: tuple[str, int]) -> None:
-        """An engine core has sent one."""
+    def on_notification(self, payload: tuple[str, int], *, hooked: bool) -> None:
+        """An engine core has sent one; `hooked`: the client's class is at it."""
+        self._hooks += hooked
         try:
             self._notifications.take(*payload)
         except NotificationError as error:
             self._wrong(error)
             return
-        if not self._notifications.missing:
-            self._complete.set()
+        self._complete.set()
         asyncio.get_running_loop().call_later(_APART, self._judge)
 
-    def on_hook_failed(self, error: Exception) -> None:
-        """What the client's class does with notifications went wrong."""
+    def on_hook_done(self, error: Exception | None) -> None:
+        """What the client's class does with a notification is done, or went wrong."""
+        self._hooks -= 1
+        self._complete.set()
+        if error is None:
+            return
         failure = ScaleError(f"eep_process_engine_core_notification raised {type(error).__name__}: {error}")
         failure.__cause__ = error
         self._fail_waits(failure)
@@ -169,11 +173,13 @@ class Scaling:
         """All ranks have said that they know, or are about to."""
         try:
             async with asyncio.timeout(_APART):
-                while self._notifications.missing and wait.error is None:
+                while (self._notifications.missing or self._hooks) and wait.error is None:
                     self._complete.clear()
                     await self._complete.wait()
         except TimeoutError:
             missing = self._notifications.missing
+            if not missing:  # only a hook that takes its time
+                return
             names = ", ".join(map(str, missing))
             raise NotificationError(
                 f"the change of size is done, but nothing was heard of it from rank {names}", missing[0]

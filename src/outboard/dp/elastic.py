@@ -151,7 +151,9 @@ class ScalePlan:
     Args:
         old_size, new_size: numbers of ranks; not the same.
         lockstep: whether ranks step together.
-        timeout: seconds for the start of new ranks, again for the commit, and again for a roll-back.
+        timeout: seconds for the start of new ranks, and again for the commit.
+        patience: seconds that ranks wait for each other: where there is no other way than that they come together, they
+            get at least so long.
         drain: seconds that ranks which leave get to end their requests.
         commit: whether to go on by itself once all is ready.
 
@@ -161,7 +163,15 @@ class ScalePlan:
     """
 
     def __init__(
-        self, old_size: int, new_size: int, *, lockstep: bool, timeout: float, drain: float, commit: bool = True
+        self,
+        old_size: int,
+        new_size: int,
+        *,
+        lockstep: bool,
+        timeout: float,
+        drain: float,
+        patience: float = 0.0,
+        commit: bool = True,
     ) -> None:
         self.old_size = old_size
         self.new_size = new_size
@@ -169,6 +179,7 @@ class ScalePlan:
         self.due: float | None = None
         self._lockstep = lockstep
         self._timeout = timeout
+        self._long = max(timeout, patience)
         self._drain = drain
         self._commit = commit
         self._abort = ""
@@ -327,12 +338,20 @@ class ScalePlan:
 
     def _after_emptying(self, facts: Facts, now: float) -> list[Action]:
         if self._lockstep:
-            self._enter(_Stage.QUIESCING, now + self._timeout)
+            self._enter(_Stage.QUIESCING, now + self._long)
             self._quiesced = True
             return [Quiesce(range(self.old_size))]
-        self._enter(_Stage.RECONFIGURING, now + self._timeout)
-        staying = range(self.new_size)
-        return [Stop(self.leaving), Reconfigure(staying, self.new_size)]
+        return self._let_go(facts, now)
+
+    def _let_go(self, facts: Facts, now: float) -> list[Action]:
+        """Ranks that leave end, the others hear of it."""
+        self._enter(_Stage.RECONFIGURING, now + self._long)
+        kills: list[Action] = [
+            Kill(range(rank, rank + 1), f"was scaled away, and had not ended its requests within {self._drain:g} s")
+            for rank in self.leaving
+            if rank not in facts.drained | facts.ended
+        ]
+        return [*kills, Stop(self.leaving), Reconfigure(range(self.new_size), self.new_size)]
 
     def _quiescing(self, facts: Facts, now: float) -> list[Action]:
         if facts.fallen:
@@ -343,8 +362,7 @@ class ScalePlan:
             return []
         if self.up:
             return self._reconfigure()
-        self._enter(_Stage.RECONFIGURING, now + self._timeout)
-        return [Stop(self.leaving), Reconfigure(range(self.new_size), self.new_size)]
+        return self._let_go(facts, now)
 
     def _reconfigure(self) -> list[Action]:
         self._stage = _Stage.RECONFIGURING
@@ -406,7 +424,7 @@ class ScalePlan:
             self._enter(_Stage.ROLLED_BACK, None)
             return []
         if self._reconfigured:
-            self._enter(_Stage.RESTORING, now + self._timeout)
+            self._enter(_Stage.RESTORING, now + self._long)
             return [Reconfigure(old, self.old_size)]
         self._enter(_Stage.ROLLED_BACK, None)
         return [Resume(old)]
@@ -442,7 +460,7 @@ class ScalePlan:
             return []
         self._late = True
         self.reason = f"{self.reason}; {reason}" if self.reason else reason
-        return [Kill(range(1), f"its lockstep group cannot go on: {reason}")]
+        return [Kill(range(1), f"was ended, since its lockstep group cannot go on: {reason}")]
 
     def _too_late(self, facts: Facts, now: float) -> list[Action]:
         """What was waited for has not happened."""
@@ -457,9 +475,9 @@ class ScalePlan:
             case _Stage.EMPTYING:
                 return self._cut(facts, now)
             case _Stage.QUIESCING | _Stage.RECONFIGURING | _Stage.RESTORING if self._lockstep:
-                return self._fell_group(f"it was not reconfigured {seconds}: {self._awaited(facts)}")
+                return self._fell_group(f"it was not reconfigured within {self._long:g} s: {self._awaited(facts)}")
             case _Stage.RECONFIGURING:
-                self.reason = f"not told of the new size {seconds}: {self._awaited(facts)}"
+                self.reason = f"not told of the new size within {self._long:g} s: {self._awaited(facts)}"
                 self._enter(_Stage.LEAVING, now + self._timeout)
                 return []
             case _Stage.ANNOUNCED:
@@ -474,13 +492,7 @@ class ScalePlan:
         left = [rank for rank in self.leaving if rank not in facts.drained | facts.ended]
         names = ", ".join(map(str, left))
         self.reason = f"rank {names} had not ended its requests within {self._drain:g} s"
-        if self._lockstep:
-            return self._after_emptying(facts, now)
-        kills: list[Action] = [
-            Kill(range(rank, rank + 1), f"was scaled away, and had not ended its requests within {self._drain:g} s")
-            for rank in left
-        ]
-        return [*kills, *self._after_emptying(facts, now)]
+        return self._after_emptying(facts, now)
 
     def _awaited(self, facts: Facts) -> str:
         if self._stage is _Stage.CONNECTING:

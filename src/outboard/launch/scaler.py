@@ -200,6 +200,7 @@ class Scaler:
             lockstep=self._group.lockstep,
             timeout=scale.timeout,
             drain=scale.drain,
+            patience=parallel.dp_sync_timeout,
             commit=scale.commit,
         )
         self._tell()
@@ -322,7 +323,8 @@ class Scaler:
             case Reconfigure():
                 self._reconfigure(action)
             case Resume():
-                paused = any(self._quiet.values())
+                # A rank that was asked late may have met the pause that an earlier one had asked for.
+                paused = bool(self._quiet) and all(self._quiet.values())
                 self._ask(action.ranks, ResumeRank(self._next_version(), resume=not paused))
             case Stop():
                 for rank in self._of(action.ranks):
