@@ -52,7 +52,6 @@ class LockstepLoop(BusyLoop):
     ) -> None:
         self._place = place
         self._given_up = False
-        self._resting = place.sync is None  # no step is taken, and no wave begun, before the launcher says so
         super().__init__(engine, inbox, page, rank=place.waves.rank, incarnation=incarnation, say=say, token=token)
         self._events[StartWave] = self._on_start
         self._events[SetControl] = self._on_control
@@ -80,16 +79,15 @@ class LockstepLoop(BusyLoop):
 
     # --- changes of size ---
 
-    def _on_quiesce(self, message: Quiesce) -> None:
-        def rest(was_paused: bool) -> None:
-            self._resting = True
-            self._scaling.quiet(message.version, was_paused)
+    # A rank that has come to rest still joins a wave that it is told to join: another may wait for it in there, and
+    # comes to rest only then. So once all have said that they rest, nobody is in a wave, and none is begun.
 
-        self._lockstep_controls.rest(rest)
+    def _on_quiesce(self, message: Quiesce) -> None:
+        self._lockstep_controls.rest(lambda was_paused: self._scaling.quiet(message.version, was_paused))
 
     def _on_reconfigure(self, message: Reconfigure) -> None:
-        if not self._resting:
-            self._scaling.reconfigured(message.version, "it does not rest")
+        if self._place.waves.phase is not Phase.IDLE:
+            self._scaling.reconfigured(message.version, "it is in a wave")
             return
         self._page.alive(BUSY)
         try:
@@ -103,14 +101,13 @@ class LockstepLoop(BusyLoop):
         self._tell(self._place.waves.report())
 
     def _on_resume(self, message: ResumeRank) -> None:
-        self._resting = False
         self._lockstep_controls.end_rest(resume=message.resume)
 
     # --- steps ---
 
     def _advance(self) -> bool:
         waves = self._place.waves
-        if self._coordinator is None or self._given_up or self._resting:
+        if self._coordinator is None or self._given_up or self._place.sync is None:
             return False
         self._tell(waves.update(self._has_work))
         if waves.next is Next.REDUCE:
@@ -136,7 +133,7 @@ class LockstepLoop(BusyLoop):
 
     @property
     def _is_frozen(self) -> bool:
-        return self._resting or (self._place.waves.paused and self._place.waves.phase is Phase.IDLE)
+        return self._place.sync is None or (self._place.waves.paused and self._place.waves.phase is Phase.IDLE)
 
     @property
     def _engine_sleeps(self) -> bool:
