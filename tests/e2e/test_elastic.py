@@ -54,7 +54,10 @@ def config(engine: str, size: int, *, in_flight: Any = "fail", restarts: int = 0
         options=options,
         parallel=ParallelConfig(data_parallel_size=size, **parallel),
         faults=FaultConfig(
-            restart=RestartPolicy.on_failure(restarts, backoff=0.05), in_flight=in_flight, shutdown_timeout=5.0
+            restart=RestartPolicy.on_failure(restarts, backoff=0.05),
+            in_flight=in_flight,
+            max_resubmits=20,
+            shutdown_timeout=5.0,
         ),
     )
 
