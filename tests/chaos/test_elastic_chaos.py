@@ -118,11 +118,12 @@ class Schedule:
                     await llm.scale_elastic_ep(random.randint(1, MOST), timeout=20)
                 except ScaleError:
                     self.tally.taken_back += 1
-        try:
+        await asyncio.wait([scale])
+        if scale.cancelled() or isinstance(scale.exception(), ScaleError):
+            self.tally.taken_back += 1
+        else:
             await scale
             self.tally.scales += 1
-        except (ScaleError, asyncio.CancelledError):
-            self.tally.taken_back += 1
         await asyncio.sleep(random.choice([0.0, 0.1]))
 
     def _kill(self, llm: AsyncLLM) -> None:
