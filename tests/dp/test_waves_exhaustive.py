@@ -96,6 +96,11 @@ class Graph:
             yield from (("restart_coordinator", arriving) for arriving in (0b0000, 0b0011, 0b1100, 0b1111))
         if left["restart_group"]:
             yield "restart_group", world.size
+        for name in ("rest", "shrink", "grow"):
+            if left[name] and not world.resting:
+                yield (name,)
+        if left["let_go"] and world.resting and not any(rank.waves.group < world.group for rank in world.ranks):
+            yield ("let_go",)
 
     def check_that_rest_is_reached(self) -> None:
         """From every state, with no more requests and faults, rest can be reached: no deadlock, nothing left behind."""
@@ -129,7 +134,7 @@ class Graph:
         return max(depth)
 
 
-# Unhindered, they all take 12 s together.
+# Unhindered, they take 20 s together, and the slow one 40 s.
 pytestmark = pytest.mark.timeout(180)
 
 BLOCKING, NOT_BLOCKING = True, False
@@ -146,6 +151,12 @@ BLOCKING, NOT_BLOCKING = True, False
         (2, 0, NOT_BLOCKING, {"add": 1, "restart_coordinator": 1}),
         (2, 0, BLOCKING, {"pause": 1, "restart_coordinator": 1}),
         (2, 0, BLOCKING, {"add": 1, "restart_group": 1, "restart_coordinator": 1}),
+        (2, 0, BLOCKING, {"rest": 1, "notify": 1}),
+        (2, 0, NOT_BLOCKING, {"rest": 1, "pause": 1}),
+        (2, 0, BLOCKING, {"rest": 1, "restart_coordinator": 1}),
+        pytest.param(2, 0, BLOCKING, {"rest": 2, "let_go": 1}, marks=pytest.mark.slow),
+        (2, 0, BLOCKING, {"shrink": 1, "add": 1}),
+        (1, 0, BLOCKING, {"grow": 1, "notify": 1}),
         (2, 1, BLOCKING, {"request": 1}),
         (3, 0, BLOCKING, {"add": 1}),
         (3, 0, NOT_BLOCKING, {"add": 1}),

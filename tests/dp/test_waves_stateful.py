@@ -21,7 +21,7 @@ class Waves(RuleBasedStateMachine):
         self.world = World()
 
     @initialize(
-        size=st.integers(2, 4),
+        size=st.integers(1, 4),
         clients=st.integers(1, 3),
         interval=st.integers(1, 3),
         steps=st.integers(1, 4),
@@ -106,9 +106,23 @@ class Waves(RuleBasedStateMachine):
     def restart_coordinator(self, arriving: int) -> None:
         self.world.apply(("restart_coordinator", arriving))
 
-    @rule(size=st.integers(2, 4))
+    @rule(size=st.integers(1, 4))
     def restart_group(self, size: int) -> None:
         self.world.apply(("restart_group", size))
+
+    # --- changes of size ---
+
+    @precondition(lambda self: not self.world.resting)
+    @rule(sizes=st.lists(st.integers(1, 4), max_size=2))
+    def change_size(self, sizes: list[int]) -> None:
+        """Two sizes: the first did not work out. None: it was taken back before."""
+        self.world.apply(("quiesce", *sizes))
+
+    @precondition(lambda self: self.world.resting and all(r.waves.group == self.world.group for r in self.world.ranks))
+    @rule()
+    def give_up_the_change(self) -> None:
+        """Some rank did not come to rest in time."""
+        self.world.apply(("let_go",))
 
     @precondition(lambda self: self.living)
     @rule(client=_INDEX)
@@ -125,7 +139,9 @@ class Waves(RuleBasedStateMachine):
 
     @invariant()
     def one_wave(self) -> None:
-        waves = [rank.waves for rank in self.world.ranks]
+        waves = [rank.waves for rank in self.world.ranks if rank.waves.group == self.world.group]
+        if not waves:
+            return
         assert max(rank.wave for rank in waves) - min(rank.wave for rank in waves) <= 1
         running = {rank.wave for rank in waves if rank.phase is Phase.RUNNING}
         assert len(running) <= 1

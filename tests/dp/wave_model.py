@@ -1,7 +1,8 @@
 """A whole lockstep group as one state machine: ranks, front ends, a coordinator, and what is on its way between them.
 
 Channels, each first in, first out: front end -> rank, rank -> coordinator, coordinator -> rank are reliable while both
-live; first-request notices and publications may be lost, repeated and late. A rank that has entered a collective (a
+live; first-request notices and publications may be lost, repeated and late. The launcher tells ranks to rest, once all
+have said that they do it changes the group's size, and lets them go. A rank that has entered a collective (a
 reduction or a step) hears nothing until all ranks have entered it, and every rank leaves it in its own time. Where
 `blocking` is off, it does hear while it waits in a reduction.
 
@@ -22,7 +23,7 @@ from outboard.dp.waves import FirstRequest, Phase, RankReport, SetControl, Start
 Action = tuple[Any, ...]
 
 # What happens by itself, sooner or later, and ends by itself: fairness is all that it needs.
-PROGRESS = ("take", "enter", "leave", "collect")
+PROGRESS = ("take", "enter", "leave", "collect", "go_on")
 
 
 _T = TypeVar("_T")
@@ -46,6 +47,7 @@ class Rank:
         self.entered = 0  # collectives
         self.left = 0
         self.votes: tuple[tuple[str, int, Vote], ...] = ()  # of the last two that it entered
+        self.quiet = 0  # the change of size for which it said that it rests
 
     @property
     def busy(self) -> bool:
@@ -68,6 +70,7 @@ class Rank:
             self.entered - base,
             self.left - base,
             votes,
+            self.quiet,
         )
 
 
@@ -108,6 +111,9 @@ class World:
         self.ranks: list[Rank] = []
         self.front_ends = [FrontEnd() for _ in range(clients)]
         self.publications = 0
+        self.changes = 0  # of size
+        self.resting = False  # whether ranks have been told to rest, and not been let go
+        self.sizes: tuple[int, ...] = ()  # that the resting group is still to be given
         self._launch()
 
     def _launch(self) -> None:
@@ -147,6 +153,9 @@ class World:
             coordinator._control,
             coordinator._numbers,
             tuple(sorted(coordinator._commanded.items())),
+            self.changes,
+            self.resting,
+            self.sizes,
         )
 
     # --- what can happen by itself ---
@@ -159,8 +168,9 @@ class World:
                     yield "leave", index
                 if self.blocking or rank.waves.next is not Next.REDUCE:
                     continue
-            if rank.coordinator < 0:  # the first thing that a rank does is to report
-                yield "take", index, "launcher"
+            if rank.coordinator < 0:  # it does nothing before it has a coordinator to report to
+                if "launcher" in rank.inbox:
+                    yield "take", index, "launcher"
                 continue
             for channel in rank.inbox:
                 yield "take", index, channel
@@ -169,6 +179,8 @@ class World:
         for index, reports in enumerate(self.reports):
             if reports:
                 yield "collect", index
+        if self.resting and all((rank.quiet, rank.waves.group) == (self.changes, self.group) for rank in self.ranks):
+            yield "go_on", -1
 
     def periodic(self) -> Iterator[Action]:
         """Actions that happen again and again."""
@@ -219,6 +231,23 @@ class World:
         elif isinstance(message, int):
             rank.coordinator = message
             self._report(rank, waves.report())
+        elif message[0] == "move":
+            assert (waves.at_rest, rank.busy) == (True, False)
+            _, size, group, coordinator = message
+            rank.waves = waves = RankWaves(
+                index,
+                size,
+                group=group,
+                coordinator=coordinator,
+                sync_interval=self.sync_interval,
+                control=waves.control,
+                at_rest=True,
+            )
+            self._report(rank, waves.report())
+        elif message[0] == "rest":
+            self._report(rank, waves.rest(message[1]))
+        elif message[0] == "release":
+            self._report(rank, waves.release(bool(rank.work)))
         elif message[0] == "add":
             rank.work += ((message[1], self.steps),)
         else:
@@ -229,11 +258,12 @@ class World:
         rank = self.ranks[index]
         waves = rank.waves
         kind = waves.next.name
+        assert not waves.at_rest, "a rank that rests does something"
         vote = (kind, waves.wave, waves.vote(bool(rank.work)))
         rank.entered += 1
         rank.votes = rank.votes[-1:] + (vote,)
         for other in self.ranks:
-            assert other.waves.wave <= waves.wave, "a rank can never be joined"
+            assert (other.waves.group, other.waves.wave) <= (waves.group, waves.wave), "a rank can never be joined"
             if other.entered >= rank.entered:
                 assert self._vote(other, rank.entered)[:2] == vote[:2], "ranks are in different collectives"
         if kind == "STEP":
@@ -254,6 +284,8 @@ class World:
             return
         result = combine(self._vote(other, rank.left)[2] for other in self.ranks)
         self._report(rank, rank.waves.reduced(result, bool(rank.work)))
+        if rank.waves.at_rest:
+            rank.quiet = result.rest
 
     def _collect(self, index: int) -> None:
         report, *rest = self.reports[index]
@@ -346,14 +378,63 @@ class World:
             messages = rank.inbox.pop("coordinator", ())
             if messages := messages[: None if keep == 3 else keep]:
                 rank.inbox["former"] = rank.inbox.pop("former", ()) + messages
-            self._send(rank, "launcher", self.coordinator.incarnation)
+            if rank.coordinator >= 0 or any(isinstance(said, int) for said in rank.inbox.get("launcher", ())):
+                self._send(rank, "launcher", self.coordinator.incarnation)
 
     def _restart_group(self, size: int) -> None:
         """Reports of the old group may still arrive, its requests have ended."""
         self.group += 1
         self.reports = (self.reports + [()] * size)[: max(size, self.size)]
         self.size = size
+        self.resting = False
         self._launch()
+
+    def _quiesce(self, *sizes: int) -> None:
+        """The group is to rest, to be given these sizes one after the other, and to be let go."""
+        self.changes += 1
+        self.resting = True
+        self.sizes = sizes
+        for rank in self.ranks:
+            self._send(rank, "launcher", ("rest", self.changes))
+
+    def _rest(self) -> None:
+        self._quiesce()
+
+    def _shrink(self) -> None:
+        self._quiesce(self.size - 1)
+
+    def _grow(self) -> None:
+        self._quiesce(self.size + 1)
+
+    def _let_go(self) -> None:
+        """Also before all rest."""
+        self.resting = False
+        for rank in self.ranks:
+            if rank.coordinator < 0:
+                self._send(rank, "launcher", self.coordinator.incarnation)
+            self._send(rank, "launcher", ("release",))
+
+    def _go_on(self, index: int) -> None:
+        """All ranks have said that they rest, or that they have taken their place in a group of another size."""
+        assert all(rank.waves.next is Next.REST and not rank.busy for rank in self.ranks), "a rank does not rest"
+        if not self.sizes:
+            self._let_go()
+            return
+        size, *rest = self.sizes
+        self.sizes = tuple(rest)
+        self.group += 1
+        self.reports = (self.reports + [()] * size)[: max(size, len(self.reports))]
+        self.size = size
+        entered = self.ranks[0].entered
+        while len(self.ranks) < size:
+            joining = Rank(RankWaves(len(self.ranks), size, sync_interval=self.sync_interval, at_rest=True), 0)
+            joining.inbox.clear()
+            joining.entered = joining.left = entered
+            joining.quiet = self.changes
+            self.ranks.append(joining)
+        del self.ranks[size:]
+        for rank in self.ranks:
+            self._send(rank, "launcher", ("move", size, self.group, self.coordinator.incarnation))
 
     # --- what must come true ---
 
@@ -371,6 +452,7 @@ class World:
         waves = {rank.waves.wave for rank in self.ranks}
         assert not any(rank.busy for rank in self.ranks), "a rank waits for ever"
         assert all(rank.waves.phase is Phase.IDLE for rank in self.ranks), "a rank did not come to rest"
+        assert not any(rank.waves.at_rest for rank in self.ranks), "a rank was not let go"
         assert len(waves) == 1, "ranks rest in different waves"
         assert {rank.waves.control for rank in self.ranks} == {self.coordinator._control}
         if self.coordinator.paused:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from loop_driver import EPOCH, Asleep, Core, Engine, Port
 
 from outboard import OutputBatch
-from outboard.engine import loop as loop_module
+from outboard.engine import utilities
 from outboard.engine.events import BadCall, BadRequest, ClientJoined, Stop, Writable
 from outboard.engine.loop import BusyLoop
 from outboard.errors import InvalidRequestError
@@ -331,7 +331,7 @@ def test_a_utility_call_has_its_place_between_requests(core: Core) -> None:
 
 
 def test_answers_to_quick_calls_leave_together(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "_QUICK", 100.0)
+    monkeypatch.setattr(utilities, "_QUICK", 100.0)
     core.engine.on_look = lambda: len(core.port.messages)
     for call_id in range(3):
         core.call(call_id, "look")  # once it was quick
@@ -354,7 +354,7 @@ def test_no_answer_waits_for_what_may_take_long(core: Core, monkeypatch: pytest.
 
     core.engine.on_look = look
     core.engine.on_step = lambda outputs: look()
-    monkeypatch.setattr(loop_module, "_QUICK", 100.0)
+    monkeypatch.setattr(utilities, "_QUICK", 100.0)
     core.call(0, "echo")
     core.call(1, "look")
     core.loop.turn()
@@ -372,7 +372,7 @@ def test_no_answer_waits_for_what_may_take_long(core: Core, monkeypatch: pytest.
         ("echo",),
         "step",
     ]
-    monkeypatch.setattr(loop_module, "_QUICK", 0.0)
+    monkeypatch.setattr(utilities, "_QUICK", 0.0)
     core.call(4, "look")
     core.loop.turn()
     core.call(5, "echo")
@@ -483,7 +483,7 @@ def test_a_future_that_is_done_already_is_answered_in_the_same_turn(core: Core) 
     core.engine.later = None  # type: ignore[assignment,method-assign]
     done: Future[str] = Future()
     done.set_result("at once")
-    core.loop._utilities["later"] = lambda: done
+    core.loop._calls.methods["later"] = lambda: done
     core.call(0, "later")
     core.loop.turn()
     assert core.answers() == [UtilityOutput(0, "at once")]

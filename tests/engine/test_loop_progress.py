@@ -84,7 +84,7 @@ def test_whatever_may_take_long_is_done_while_busy(core: Core) -> None:
     for name in ("add_request", "abort_requests", "has_work", "scheduler_stats", "step"):
         core.settle()
         setattr(engine, name, note(name, getattr(engine, name)))
-    core.loop._utilities["echo"] = note("echo", engine.echo)
+    core.loop._calls.methods["echo"] = note("echo", engine.echo)
     core.call(0, "echo")
     core.settle()
     core.add(0, [1, 2])
@@ -118,7 +118,7 @@ def test_each_message_is_counted_good_or_bad(core: Core) -> None:
 
 def test_a_message_is_counted_when_it_is_taken(core: Core) -> None:
     counts: list[int] = []
-    core.loop._utilities["echo"] = lambda: counts.append(core.progress().taken)
+    core.loop._calls.methods["echo"] = lambda: counts.append(core.progress().taken)
     for call_id in range(3):
         core.call(call_id, "echo")
     core.settle()

@@ -29,21 +29,36 @@ class RankWaves:
 
     The first thing that it sends is `report()`, before it takes a request; and that again to each new coordinator.
     Reports go to the coordinator, in order, *before* anything that may block. A reduction may block; one that does not
-    lets messages be taken meanwhile. A rank of a restarted group gets a new object.
+    lets messages be taken meanwhile. A rank of a restarted group gets a new object, as does one whose group has changed
+    its size: that begins at rest.
 
     Args:
         rank, size: this rank, and how many there are.
         group: incarnation of the group.
         coordinator: incarnation of the coordinator that there was when the group was launched.
         sync_interval: steps from one reduction to the next. A wave lasts up to so many steps longer than its work.
+        control: the last pause or resume that this rank knows of: a pause outlives the group.
+        at_rest: whether it is to wait for `release`.
 
     Attributes:
         phase, wave: as in `RankReport`.
         control: the last pause or resume that this rank knows of.
         steps: steps taken in this wave.
+        told_to_rest: version of the change of size for which this rank was told to rest; 0: none.
+        at_rest: whether all ranks have agreed to rest: nothing wakes this one before `release`.
     """
 
-    def __init__(self, rank: int, size: int, *, group: int = 0, coordinator: int = 0, sync_interval: int = 32) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        group: int = 0,
+        coordinator: int = 0,
+        sync_interval: int = 32,
+        control: int = 0,
+        at_rest: bool = False,
+    ) -> None:
         if sync_interval < 1:
             raise ValueError(f"sync_interval must be at least 1, not {sync_interval}")
         self.rank = rank
@@ -51,17 +66,24 @@ class RankWaves:
         self.group = group
         self.phase = Phase.IDLE
         self.wave = 0
-        self.control = 0
+        self.control = control
         self.steps = 0
+        self.told_to_rest = 0
+        self.at_rest = at_rest
         self._coordinator = coordinator
         self._interval = sync_interval
         self._until_sync = 0
-        self._woken = -1  # the last wave that the coordinator told to start
+        self._woken = -1  # the last wave that it is to join, whatever it has to do
 
     @property
     def paused(self) -> bool:
         """Whether this rank knows of a pause. While it is awake, the next reduction decides."""
         return is_paused(self.control)
+
+    @property
+    def _next_wave(self) -> int:
+        """The wave that it can be woken for."""
+        return self.wave + (self.phase is not Phase.IDLE)
 
     @property
     def next(self) -> Next:
@@ -86,7 +108,7 @@ class RankWaves:
         """
         if message.group != self.group:
             return None
-        if message.wave > self.wave + (self.phase is not Phase.IDLE):
+        if message.wave > self._next_wave:
             where = f"rank {self.rank}, {self.phase.name} in wave {self.wave},"
             raise ProtocolError(f"{where} is to start wave {message.wave}")
         self._woken = max(self._woken, message.wave)
@@ -100,9 +122,24 @@ class RankWaves:
         self._wake(has_work)
         return self.report()
 
+    def rest(self, version: int) -> RankReport | None:
+        """The group is to rest for this change of its size; `at_rest` tells when it does, whether it is paused or not.
+
+        This rank wakes, once: the last one that is told finds all others of its mind. Returns the report of that.
+        """
+        self.told_to_rest = version
+        self._woken = max(self._woken, self._next_wave)
+        return self.update(False)
+
+    def release(self, has_work: bool) -> RankReport | None:
+        """Ends a rest, or takes the wish for it back. Returns the report to send if this rank woke."""
+        self.told_to_rest = 0
+        self.at_rest = False
+        return self.update(has_work)
+
     def vote(self, has_work: bool) -> Vote:
         """What to put into the reduction."""
-        return Vote(has_work, self.control)
+        return Vote(has_work, self.control, self.told_to_rest)
 
     def reduced(self, result: Vote, has_work: bool) -> RankReport | None:
         """A reduction is complete. Whether the wave is over follows from its result alone.
@@ -111,12 +148,14 @@ class RankWaves:
             The report to send if the wave is over; this rank may be awake in the next one by then.
         """
         self.control = max(self.control, result.control)
-        if result.work and not is_paused(result.control):
+        if result.work and not is_paused(result.control) and not result.rest:
             self.phase = Phase.RUNNING
             self._until_sync = self._interval
             return None
         self.phase = Phase.IDLE
         self.wave += 1
+        # It may have been let go since it voted, where a reduction does not block.
+        self.at_rest = 0 < result.rest == self.told_to_rest
         self._wake(has_work)
         return self.report()
 
@@ -126,7 +165,9 @@ class RankWaves:
         self._until_sync -= 1
 
     def _wake(self, has_work: bool) -> bool:
-        if self.phase is not Phase.IDLE or not (self._woken == self.wave or (has_work and not self.paused)):
+        if self.phase is not Phase.IDLE or self.at_rest:
+            return False
+        if self._woken != self.wave and (self.paused or not has_work):
             return False
         self.phase = Phase.OPENING
         self.steps = 0

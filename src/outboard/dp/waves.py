@@ -7,7 +7,7 @@ has work. The span from waking to resting is a wave; waves are numbered 0, 1, 2,
     RUNNING(w) --every `sync_interval` steps a reduction--> RUNNING(w) or IDLE(w + 1)
 
 A reduction takes a `Vote` of every rank and gives all of them the same result: is there work anywhere, is the group
-paused. What comes next follows from that result alone, so that no two ranks ever differ.
+paused, is it to rest. What comes next follows from that result alone, so that no two ranks ever differ.
 
     rank        RankReport   -> coordinator   whenever it wakes or comes to rest, or meets a new coordinator
     coordinator StartWave    -> ranks         wakes those that rest while another does not
@@ -27,6 +27,11 @@ What has to hold, and what makes it hold:
   greatest wins wherever two meet, in messages and in reductions: a pause or resume that reached but one rank reaches
   all. A paused rank does not wake by itself, but does when told: the others may be waiting for it.
 * *A group restarts as one.* Every message names the group's incarnation; those of an earlier one are void.
+* *A group rests for a change of its size by one decision, too.* Each rank is told by the launcher, and wakes for a
+  reduction, in which all that have been told say so. Where all have, the wave is over, and no rank enters another
+  reduction of this group until it is let go. Where some have not, the reduction counts as any other; the last one that
+  is told wakes all again. So whoever rests knows that nobody waits for it, whatever is still on its way: a notice, a
+  `StartWave`, another coordinator. Pauses are another matter, and go on meanwhile as ever.
 
 Channels between rank and coordinator must be reliable and in order as long as both live. Requests carry no wave number:
 a rank that has work wakes and says so, whatever its front end believed.
@@ -76,24 +81,28 @@ def is_paused(control: int) -> bool:
 
 
 class Vote(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a rank puts into a reduction, and what comes out of it: each field's maximum over all ranks.
+    """What a rank puts into a reduction, and what comes out of it.
 
     Attributes:
         work: whether the rank has unfinished requests; then whether any rank has.
-        control: the last pause or resume that it knows of.
+        control: the last pause or resume that it knows of; then the greatest.
+        rest: the change of size for which it has been told to rest, by its version; 0: none. Then that of all ranks, 0
+            where they differ.
     """
 
     work: bool
     control: int
+    rest: int = 0
 
 
 def combine(votes: Iterable[Vote]) -> Vote:
-    """The reduction. A collective with MAX over two 64-bit integers does the same."""
-    work, control = False, 0
+    """The reduction. A collective with MAX over 64-bit integers does the same: work, control, rest and -rest."""
+    work, control, rests = False, 0, set()
     for vote in votes:
         work |= vote.work
         control = max(control, vote.control)
-    return Vote(work, control)
+        rests.add(vote.rest)
+    return Vote(work, control, rests.pop() if len(rests) == 1 else 0)
 
 
 class RankReport(msgspec.Struct, array_like=True, tag="rank_report", frozen=True, gc=False):

@@ -20,9 +20,11 @@ class Client:
         slot: where its messages are counted on the progress page.
         columns: its part of the batch.
         outgoing: sends to it.
+        deferred_calls: its utility calls that are answered later.
+        said_leave: whether it sends nothing more, since this rank is to be removed.
     """
 
-    __slots__ = ("client_index", "columns", "epoch", "outgoing", "port", "slot")
+    __slots__ = ("client_index", "columns", "deferred_calls", "epoch", "outgoing", "port", "said_leave", "slot")
 
     def __init__(
         self, joined: ClientJoined, batch: OutputBatch, abort_requests: Callable[[list[str]], None], rank: int
@@ -32,4 +34,6 @@ class Client:
         self.slot = joined.slot
         self.port = joined.port
         self.columns = Columns()
+        self.deferred_calls = 0
+        self.said_leave = False
         self.outgoing = Outgoing(joined.port, self.columns, batch, abort_requests, rank=rank, epoch=joined.epoch)

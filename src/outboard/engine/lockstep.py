@@ -20,7 +20,7 @@ from outboard.engine.loop import BusyLoop
 from outboard.engine.outgoing import describe
 from outboard.errors import OutboardError
 from outboard.protocol.control import Quiesce, Reconfigure, ResumeRank
-from outboard.protocol.progress import BUSY, ProgressPage
+from outboard.protocol.progress import BUSY, FROZEN, ProgressPage
 
 __all__ = ["LockstepLoop"]
 
@@ -68,7 +68,8 @@ class LockstepLoop(BusyLoop):
 
     def _on_coordinator(self, joined: CoordinatorJoined) -> None:
         super()._on_coordinator(joined)
-        self._tell(self._place.waves.report())
+        if self._place.known:
+            self._tell(self._place.waves.report())
         self._lockstep_controls.forget_asked()
 
     def _on_start(self, message: StartWave) -> None:
@@ -79,17 +80,17 @@ class LockstepLoop(BusyLoop):
 
     # --- changes of size ---
 
-    # A rank that has come to rest still joins a wave that it is told to join: another may wait for it in there, and
-    # comes to rest only then. So once all have said that they rest, nobody is in a wave, and none is begun.
-
     def _on_quiesce(self, message: Quiesce) -> None:
-        self._lockstep_controls.rest(lambda was_paused: self._scaling.quiet(message.version, was_paused))
+        waves = self._place.waves
+        self._tell(waves.rest(message.version))
+        if waves.at_rest:  # for an earlier one that was not ended
+            self._scaling.quiet(message.version, was_paused=waves.paused)
 
     def _on_reconfigure(self, message: Reconfigure) -> None:
-        if self._place.waves.phase is not Phase.IDLE:
-            self._scaling.reconfigured(message.version, "it is in a wave")
+        if not self._place.waves.at_rest:
+            self._scaling.reconfigured(message.version, "it does not rest")
             return
-        self._page.alive(BUSY)
+        self._page.alive(FROZEN)  # for how long it may take is the launcher's to say
         try:
             self._place.move(message, self._engine)
         except Exception as error:
@@ -101,23 +102,25 @@ class LockstepLoop(BusyLoop):
         self._tell(self._place.waves.report())
 
     def _on_resume(self, message: ResumeRank) -> None:
-        self._lockstep_controls.end_rest(resume=message.resume)
+        # A pause that a user wants is another matter, so nothing depends on `message.resume`.
+        self._tell(self._place.waves.release(self._has_work))
 
     # --- steps ---
 
     def _advance(self) -> bool:
         waves = self._place.waves
-        if self._coordinator is None or self._given_up or self._place.sync is None:
+        if self._coordinator is None or self._given_up or waves.at_rest:
             return False
         self._tell(waves.update(self._has_work))
         if waves.next is Next.REDUCE:
-            if self._engine_sleeps:
+            if self._engine_sleeps and not waves.told_to_rest:
                 return False
             self._given_up = not self._reduce()
-            if self._given_up:
+            if self._given_up or waves.at_rest:
                 return False
-        stepped = waves.next is Next.STEP
-        if stepped:
+        if waves.next is Next.STEP:
+            if self._engine_sleeps:
+                return False
             if self._engine.has_work():
                 self._engine.step(self._batch)
             else:
@@ -133,7 +136,8 @@ class LockstepLoop(BusyLoop):
 
     @property
     def _is_frozen(self) -> bool:
-        return self._place.sync is None or (self._place.waves.paused and self._place.waves.phase is Phase.IDLE)
+        waves = self._place.waves
+        return waves.at_rest or (waves.paused and waves.phase is Phase.IDLE)
 
     @property
     def _engine_sleeps(self) -> bool:
@@ -145,13 +149,14 @@ class LockstepLoop(BusyLoop):
         waves = self._place.waves
         # The page says BUSY, and no sign of life is given: whoever waits for a hung rank must not look alive for ever.
         try:
-            assert self._place.sync is not None  # else it rests
-            result = self._place.sync.reduce(waves.vote(self._has_work))
+            result = self._place.reduce(waves.vote(self._has_work))
         except ReductionInterrupted:
             self._on_stop(Stop())
             return False
         self._page.alive(BUSY)
         self._tell(waves.reduced(result, self._has_work))
+        if waves.at_rest:
+            self._scaling.quiet(result.rest, was_paused=waves.paused)
         return True
 
     def _tell(self, report: RankReport | None) -> None:

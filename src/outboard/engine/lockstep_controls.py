@@ -39,8 +39,6 @@ class LockstepControls(Controls):
         self._wish: bool | None = None  # whether the group is to be paused; None: no matter
         self._asked = -1  # the control that was known when the coordinator was last asked
         self._answers: list[tuple[Future[None], Callable[[], None]]] = []
-        self._rest: Callable[[bool], None] | None = None  # to be called once the group rests for a change of its size
-        self._held_back: list[tuple[bool, Future[None], Callable[[], None]]] | None = None  # wishes made meanwhile
 
     @property
     def sleeping(self) -> bool:
@@ -54,10 +52,11 @@ class LockstepControls(Controls):
         self._asked = -1
 
     def settle(self, ask: Callable[[bool], bool]) -> None:
-        """Asks the coordinator for what is wished, and answers those who wished it once it is so."""
+        """Asks the coordinator for what is wished, and answers those who wished it once it is so.
+
+        Not to be called while the group changes its size: it must not fall asleep meanwhile.
+        """
         waves = self._place.waves
-        if self._wish is None and self._rest is not None:
-            self._begin_to_rest(self._rest, waves.paused)
         if self._wish is None:
             return
         if waves.paused != self._wish:
@@ -68,27 +67,6 @@ class LockstepControls(Controls):
             answers, self._answers = self._answers, []
             for future, then in answers:
                 _answer(future, then)
-
-    def rest(self, then: Callable[[bool], None]) -> None:
-        """Pauses the group so that its size can be changed; `then(whether somebody else had paused it)` once it rests.
-
-        Wishes that are open are settled first; those that come before `end_rest` wait for it.
-        """
-        self._rest = then
-
-    def end_rest(self, *, resume: bool) -> None:
-        """The group may go on."""
-        held_back, self._held_back = self._held_back or [], None
-        self._rest = None
-        if resume and not self.paused:
-            self._make_wish(False, Future(), lambda: None)
-        for paused, done, then in held_back:
-            self._make_wish(paused, done, then)
-
-    def _begin_to_rest(self, then: Callable[[bool], None], was_paused: bool) -> None:
-        self._rest = None
-        self._make_wish(True, Future(), lambda: then(was_paused))
-        self._held_back = []
 
     # --- utilities ---
 
@@ -156,21 +134,15 @@ class LockstepControls(Controls):
         }
 
     def _wish_for(self, paused: bool, then: Callable[[], None] = lambda: None) -> Future[None]:
-        done: Future[None] = Future()
-        if self._held_back is not None:
-            self._held_back.append((paused, done, then))
-        else:
-            self._make_wish(paused, done, then)
-        return done
-
-    def _make_wish(self, paused: bool, done: Future[None], then: Callable[[], None]) -> None:
         if self._wish not in (None, paused):
             answers, self._answers = self._answers, []
             for other, _ in answers:
                 other.set_exception(UtilityError("another call asked for the opposite before this was done"))
         self._wish = paused
         self._asked = -1
+        done: Future[None] = Future()
         self._answers.append((done, then))
+        return done
 
 
 def _answer(future: Future[None], then: Callable[[], None]) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from outboard.dp.rank_waves import RankWaves
 from outboard.dp.step_sync import StepSync
+from outboard.dp.waves import Vote
 from outboard.engine.core import EngineCore, ParallelState
+from outboard.errors import OutboardError
 from outboard.protocol.control import Reconfigure
 
 __all__ = ["LockstepPlace", "MakeSync"]
@@ -25,35 +27,58 @@ class LockstepPlace:
         make_sync: makes the `sync` of a later group.
 
     Attributes:
-        waves, sync: of the group that this rank is in.
+        waves: of this rank in that group.
     """
 
     def __init__(self, waves: RankWaves, sync: StepSync | None, sync_interval: int, make_sync: MakeSync) -> None:
         self.waves = waves
-        self.sync = sync
+        self._sync = sync
         self._sync_interval = sync_interval
         self._make_sync = make_sync
 
     def move(self, to: Reconfigure, engine: EngineCore) -> None:
-        """Takes the place of this rank in a group of another size. Nobody may be in a wave.
+        """Takes the place of this rank in a group of another size, at rest as it was in the last.
 
         Raises:
-            Exception: the engine's own: it cannot.
+            Exception: the engine's own: it cannot. This rank then has no place.
         """
         rank = self.waves.rank
         self.close()
-        self.sync = self._make_sync(rank, to.size, to.step_sync_address)
-        waves = RankWaves(
-            rank, to.size, group=to.group, coordinator=to.first_coordinator, sync_interval=self._sync_interval
+        self._sync = self._make_sync(rank, to.size, to.step_sync_address)
+        self.waves = RankWaves(
+            rank,
+            to.size,
+            group=to.group,
+            coordinator=to.first_coordinator,
+            sync_interval=self._sync_interval,
+            control=self.waves.control,
+            at_rest=True,
         )
-        waves.control = self.waves.control  # a pause outlives the group
-        self.waves = waves
         state = ParallelState(rank, to.size, to.group, to.rendezvous)
         engine.parallel = state
-        engine.reinitialize(state)
+        try:
+            engine.reinitialize(state)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def known(self) -> bool:
+        """Whether it has a place; without one it rests."""
+        return self._sync is not None
+
+    def reduce(self, vote: Vote) -> Vote:
+        """Agrees with the others; see `StepSync.reduce`.
+
+        Raises:
+            OutboardError: it was let go with no place in a group.
+        """
+        if self._sync is None:
+            raise OutboardError("this rank is to step with a group in which it has no place")
+        return self._sync.reduce(vote)
 
     def close(self) -> None:
         """Leaves the group. Idempotent."""
-        if self.sync is not None:
-            self.sync.close()
-            self.sync = None
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None

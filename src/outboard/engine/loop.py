@@ -13,15 +13,13 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from outboard.engine.calls import convert_arguments
 from outboard.engine.client import Client
 from outboard.engine.controls import Controls
-from outboard.engine.core import EngineCore, OutputBatch, no_such_utility, utility_methods
+from outboard.engine.core import EngineCore, OutputBatch
 from outboard.engine.events import (
     BadCall,
     BadRequest,
@@ -33,9 +31,10 @@ from outboard.engine.events import (
     Writable,
 )
 from outboard.engine.load_reports import LoadReporter, Mouth
-from outboard.engine.outgoing import describe, error_report
+from outboard.engine.outgoing import describe
 from outboard.engine.scaling import Scaling
-from outboard.errors import InvalidRequestError, ProtocolError, UtilityNotFoundError
+from outboard.engine.utilities import UtilityCalls
+from outboard.errors import InvalidRequestError
 from outboard.protocol.control import DrainRank, Quiesce, Reconfigure, ResumeRank
 from outboard.protocol.messages import (
     AbortRequests,
@@ -45,7 +44,6 @@ from outboard.protocol.messages import (
     LeaveRank,
     SchedulerStats,
     UtilityCall,
-    UtilityOutput,
 )
 from outboard.protocol.progress import FROZEN, IDLE, ProgressPage
 
@@ -57,10 +55,6 @@ logger = logging.getLogger("outboard.engine")
 _STATS_INTERVAL = 0.010
 # How long the last outputs may take to leave after a stop, seconds.
 _FLUSH_BOUND = 1.0
-# Answers wait for other calls that are there already, where those took less than this last time, seconds; and at most
-# so many of them.
-_QUICK = 0.0005
-_ANSWERS_AT_ONCE = 32
 
 
 class _State(Enum):
@@ -100,12 +94,9 @@ class BusyLoop:
         self._rank = rank
         self._clients: dict[int, Client] = {}  # by epoch
         self._batch = OutputBatch()
-        self._scaling = Scaling(rank, token, say, self._clients.values, self._answer, self._batch)
         self._controls = self._make_controls()
-        self._utilities: dict[str, Callable[..., Any]] = {
-            **{name: getattr(engine, name) for name in utility_methods(engine)},
-            **self._controls.utilities,
-        }
+        self._calls = calls = UtilityCalls(engine, self._controls.utilities, inbox)
+        self._scaling = scaling = Scaling(rank, token, say, self._clients.values(), calls.answer, self._batch)
         engine.progress = page.sign  # type: ignore[method-assign]
         self._state = _State.RUNNING
         self._idle = True
@@ -116,8 +107,6 @@ class BusyLoop:
         self._loads = LoadReporter(rank, incarnation)
         self._load_after: float | None = None  # while the coordinator is to be told of a load later
         self._stop_by = 0.0
-        self._quick: set[str] = set()  # utility methods that took next to no time when they were last called
-        self._answered: dict[int, Client] = {}  # those with answers that were not tried to send yet, by epoch
         self._events: dict[type, Callable[[Any], None]] = {
             tuple: self._on_message,
             ClientJoined: self._on_joined,
@@ -125,7 +114,7 @@ class BusyLoop:
             CoordinatorJoined: self._on_coordinator,
             DeferredResult: self._on_deferred,
             Stop: self._on_stop,
-            DrainRank: self._scaling.drain,
+            DrainRank: scaling.drain,
             Quiesce: self._on_quiesce,
             Reconfigure: self._on_reconfigure,
             ResumeRank: self._on_resume,
@@ -134,10 +123,10 @@ class BusyLoop:
         self._items: dict[type, Callable[[Client, Any], None]] = {
             AddRequest: self._add,
             AbortRequests: self._abort,
-            UtilityCall: self._call,
+            UtilityCall: calls.call,
             BadRequest: self._refuse,
-            BadCall: self._refuse_call,
-            LeaveRank: self._leave,
+            BadCall: calls.refuse,
+            LeaveRank: scaling.left,
         }
 
     def _make_controls(self) -> Controls:
@@ -234,8 +223,7 @@ class BusyLoop:
             if inbox.empty():
                 break
             event = inbox.get_nowait()
-        if self._answered:
-            self._send_answers()  # before a step, which may take long
+        self._calls.send()  # before a step, which may take long
 
     def _on_message(self, message: tuple[int, Any]) -> None:
         epoch, item = message
@@ -243,8 +231,7 @@ class BusyLoop:
         if client is None:  # it has left
             return
         self._page.took(client.slot)
-        if self._answered and not (type(item) is UtilityCall and item.method in self._quick):
-            self._send_answers()
+        self._calls.send_before(item)
         if item is not None:
             self._items[type(item)](client, item)
 
@@ -254,11 +241,16 @@ class BusyLoop:
 
     def _on_left(self, left: ClientLeft) -> None:
         client = self._clients.pop(left.epoch, None)
-        self._answered.pop(left.epoch, None)
         if client is None:
             return
+        self._calls.forget(client)
         client.port.close(0)
         self._drop(list(client.columns.open.values()))
+
+    def _on_deferred(self, deferred: DeferredResult) -> None:
+        client = self._clients.get(deferred.epoch)
+        if client is not None:
+            self._calls.answer_deferred(client, deferred)
 
     def _on_coordinator(self, joined: CoordinatorJoined) -> None:
         if self._coordinator is not None:
@@ -270,11 +262,11 @@ class BusyLoop:
         if self._state is _State.RUNNING:
             self._state = _State.STOPPING
             self._stop_by = time.monotonic() + _FLUSH_BOUND
+            self._scaling.stopping()
         if open_requests := self._batch.open_requests:
             self._engine.abort_requests(open_requests)
             for request_id in open_requests:
                 self._batch.add(request_id, finish_reason="abort")
-        self._scaling.stopping()
 
     # --- changes of size; ranks that do not step together need no rest for them ---
 
@@ -286,9 +278,6 @@ class BusyLoop:
 
     def _on_resume(self, message: ResumeRank) -> None:
         pass
-
-    def _leave(self, client: Client, message: LeaveRank) -> None:
-        self._scaling.left(client.epoch)
 
     # --- requests ---
 
@@ -338,60 +327,6 @@ class BusyLoop:
                 running.append(request_id)
         if running:
             self._engine.abort_requests(running)
-
-    # --- utility calls ---
-
-    def _call(self, client: Client, call: UtilityCall) -> None:
-        method = self._utilities.get(call.method)
-        started = time.monotonic()
-        self._quick.discard(call.method)
-        try:
-            if method is None:
-                raise UtilityNotFoundError(no_such_utility(self._engine, call.method, self._controls.utilities))
-            args, kwargs = convert_arguments(method, call.args, call.kwargs)
-            result = method(*args, **kwargs)
-        except Exception as error:
-            self._answer(client, UtilityOutput(call.call_id, error=error_report(error)))
-            return
-        if time.monotonic() - started < _QUICK:
-            self._quick.add(call.method)
-        if isinstance(result, Future):
-            self._scaling.open_calls += 1
-            epoch = client.epoch
-            result.add_done_callback(lambda future: self._inbox.put(DeferredResult(epoch, call.call_id, future)))
-        else:
-            self._answer(client, UtilityOutput(call.call_id, result))
-
-    def _refuse_call(self, client: Client, item: BadCall) -> None:
-        self._answer(client, UtilityOutput(item.call_id, error=error_report(ProtocolError(item.reason))))
-
-    def _on_deferred(self, deferred: DeferredResult) -> None:
-        self._scaling.open_calls -= 1
-        client = self._clients.get(deferred.epoch)
-        if client is None:  # it has left
-            return
-        try:
-            answer = UtilityOutput(deferred.call_id, deferred.future.result(timeout=0))
-        except BaseException as error:  # CancelledError too: whatever ended the future is the caller's
-            answer = UtilityOutput(deferred.call_id, error=error_report(error))
-        self._answer(client, answer)
-
-    def _answer(self, client: Client, answer: UtilityOutput) -> None:
-        """Answers behind all outputs so far.
-
-        Answers to many calls at once leave together: that saves system calls, and wake-ups of the client.
-        """
-        client.outgoing.answer(answer)
-        self._answered[client.epoch] = client
-        if client.outgoing.answers >= _ANSWERS_AT_ONCE:
-            self._send_answers()
-
-    def _send_answers(self) -> None:
-        """Sends what was answered, or keeps it with the outputs."""
-        now = time.monotonic()
-        for client in self._answered.values():
-            client.outgoing.flush(now)
-        self._answered.clear()
 
     # --- load ---
 

@@ -151,6 +151,7 @@ def _make_loop(
         group=init.group,
         coordinator=init.first_coordinator,
         sync_interval=init.dp_sync_interval,
+        at_rest=init.joining,
     )
 
     def make_sync(rank: int, size: int, address: str) -> StepSync:

@@ -12,6 +12,7 @@ from outboard.protocol.messages import (
     EEP_NOTIFICATION_CALL_ID,
     RECONFIGURE_FINISHED,
     SHUTDOWN_COMPLETE,
+    LeaveRank,
     UtilityOutput,
 )
 
@@ -25,12 +26,9 @@ class Scaling:
         rank: of this engine core.
         token: the session's secret, shown with every answer.
         say: sends a message to the launcher.
-        clients: all front ends that are served.
+        clients: a view of all front ends that are served.
         answer: has a front end told something behind all outputs so far.
         batch: the open requests.
-
-    Attributes:
-        open_calls: utility calls that have not been answered.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class Scaling:
         rank: int,
         token: str,
         say: Callable[[Any], None],
-        clients: Callable[[], Iterable[Client]],
+        clients: Iterable[Client],
         answer: Callable[[Client, UtilityOutput], None],
         batch: OutputBatch,
     ) -> None:
@@ -49,24 +47,22 @@ class Scaling:
         self._answer = answer
         self._batch = batch
         self._leaving: DrainRank | None = None
-        self._said_leave: set[int] = set()  # epochs of front ends that will send nothing more
         self._drained = False
-        self.open_calls = 0
 
     def drain(self, message: DrainRank) -> None:
         """This rank is to leave."""
         self._leaving = message
         self._drained = False
 
-    def left(self, epoch: int) -> None:
+    def left(self, client: Client, message: LeaveRank) -> None:
         """This front end sends no more."""
-        self._said_leave.add(epoch)
+        client.said_leave = True
 
     def look(self) -> None:
         """Says that this rank is empty, once it is, and nothing can come any more."""
-        if self._leaving is None or self._drained or len(self._batch) or self.open_calls:
+        if self._leaving is None or self._drained or len(self._batch):
             return
-        if all(client.epoch in self._said_leave for client in self._clients()):
+        if all(client.said_leave and not client.deferred_calls for client in self._clients):
             self._drained = True
             self._say(Drained(self._token, self._rank, self._leaving.version))
 
@@ -86,5 +82,5 @@ class Scaling:
         self._say(Quiet(self._token, self._rank, version, was_paused))
 
     def _notify(self, kind: str) -> None:
-        for client in self._clients():
+        for client in self._clients:
             self._answer(client, UtilityOutput(EEP_NOTIFICATION_CALL_ID, (kind, self._rank)))
