@@ -17,7 +17,7 @@ from outboard.dp.coordinator_state import LoadReport, Publication
 from outboard.dp.messages import AskControl, JoinAsFrontEnd, Joined, ListenAsRank, SpeakAsRank
 from outboard.dp.waves import FirstRequest, Phase, RankReport, SetControl, StartWave, is_paused
 from outboard.protocol.codec import MsgpackDecoder
-from outboard.protocol.control import CoordinatorReady
+from outboard.protocol.control import Acknowledge, CoordinatorReady, Members
 from outboard.protocol.environment import CoordinatorEnvironment
 from outboard.transport.sockets import ControlServer, make_context
 from outboard.transport.spoke import Spoke
@@ -75,7 +75,7 @@ class Place:
 
     def __init__(self, path: Path) -> None:
         self.context = make_context()
-        control = ControlServer(self.context, f"ipc://{path}/control")
+        self._launcher = control = ControlServer(self.context, f"ipc://{path}/control")
         self.address = f"ipc://{path}/coordinator"
         who = CoordinatorEnvironment(f"ipc://{path}/control", TOKEN, self.address, 0)
         self.process = subprocess.Popen(
@@ -87,9 +87,20 @@ class Place:
         control.wait([], BOUND)
         message = control.receive()
         assert message is not None
+        self._peer = message[0]
         ready = msgspec.msgpack.decode(message[1][0], type=CoordinatorReady)
         assert ready == CoordinatorReady(TOKEN, 0, self.process.pid)
-        control.close()
+
+    def tell(self, body: bytes) -> None:
+        """As its launcher."""
+        self._launcher.send(self._peer, body)
+
+    def told(self) -> Acknowledge:
+        """What its launcher was told."""
+        self._launcher.wait([], BOUND)
+        message = self._launcher.receive()
+        assert message is not None
+        return msgspec.msgpack.decode(message[1][0], type=Acknowledge)
 
     def rank(self, rank: int, incarnation: int = 0) -> Rank:
         return Rank(self.context, self.address, rank, incarnation)
@@ -114,6 +125,7 @@ class Place:
             self.process.stderr.close()
         while SPOKES:
             SPOKES.pop().close()
+        self._launcher.close()
         self.context.term()
 
 
@@ -163,6 +175,48 @@ def test_a_new_incarnation_takes_the_place_of_the_old(place: Place) -> None:
     old.load(2, 9)  # it may have been on its way
     new.load(1, 1)
     assert loads(front_end.hear_until(lambda publication: publication.loads)) == [(0, 1)]
+
+
+def test_ranks_that_are_no_members_any_more_are_published_no_more_and_still_step(place: Place) -> None:
+    front_end = place.front_end()
+    ranks = [place.rank(0), place.rank(1)]
+    for rank in ranks:
+        rank.report(0, Phase.IDLE)
+        rank.load(1, 5)
+    front_end.hear_until(lambda publication: loads(publication) == [(0, 5), (1, 5)])
+    place.tell(b"junk")
+    place.tell(msgspec.msgpack.encode(Members(9, 1)))
+    assert place.told() == Acknowledge(9)
+    ranks[1].load(2, 4)  # it still ends what it has
+    front_end.hear_until(lambda publication: loads(publication) == [(0, 5)])
+    ranks[0].report(0, Phase.OPENING)
+    assert ranks[1].ear.hear() == StartWave(0, 0)
+    place.tell(msgspec.msgpack.encode(Members(10, 2)))
+    assert place.told() == Acknowledge(10)
+    front_end.hear_until(lambda publication: loads(publication) == [(0, 5), (1, 4)])
+
+
+def test_another_group_of_another_size_whose_ranks_are_partly_gone(place: Place) -> None:
+    front_end = place.front_end()
+    ranks = [place.rank(rank) for rank in range(3)]
+    for rank in ranks:
+        rank.mouth.say(RankReport(0, 0, 3, rank.rank, 4, Phase.IDLE, 0))
+    front_end.hear_until(lambda publication: publication.wave is not None and publication.wave.wave == 4)
+    for peer in (ranks[2].ear, ranks[2].mouth):
+        peer.spoke.close()
+    ranks[0].mouth.say(RankReport(1, 0, 2, 0, 0, Phase.OPENING, 0))
+    assert ranks[0].ear.hear(0.1) is None
+    ranks[1].mouth.say(RankReport(0, 0, 3, 1, 5, Phase.OPENING, 0))  # of the old group: void
+    assert ranks[1].ear.hear(0.1) is None
+    ranks[1].mouth.say(RankReport(1, 0, 2, 1, 0, Phase.IDLE, 0))
+    assert ranks[1].ear.hear() == StartWave(1, 0)
+    wave = front_end.hear_until(lambda publication: publication.wave is not None and publication.wave.group == 1).wave
+    assert (wave.wave, wave.running) == (0, True)
+    back = place.rank(2, incarnation=1)
+    for rank in (*ranks[:2], back):
+        rank.mouth.say(RankReport(2, 0, 3, rank.rank, 0, Phase.IDLE, 0))
+    front_end.say(FirstRequest(2, 0))
+    assert [rank.ear.hear() for rank in (*ranks[:2], back)] == [StartWave(2, 0)] * 3
 
 
 def test_a_wave_and_nothing_said_before_all_have_reported(place: Place) -> None:

@@ -28,6 +28,7 @@ from outboard.protocol.messages import (
     Failed,
     Hello,
     Init,
+    LeaveRank,
     Ready,
     UtilityCall,
     UtilityOutput,
@@ -101,6 +102,10 @@ class FrontEnd:
         body = UtilityCall(self.epoch, call_id, method, list(args), {})
         self.send_frames(EngineCoreRequestType.UTILITY.value, *self._encode(body))
 
+    def leave(self) -> None:
+        """Says LEAVE."""
+        self.send_frames(EngineCoreRequestType.LEAVE.value, *self._encode(LeaveRank(self.epoch)))
+
     def receive(self, timeout: float = BOUND) -> bool:
         """Takes one message; False if none came."""
         deadline = time.monotonic() + timeout
@@ -150,17 +155,34 @@ class FrontEnd:
 
 
 class FakeLauncher:
-    """Starts an engine core, with no warden, and speaks with it on the control channel."""
+    """Starts an engine core, with no warden, and speaks with it on the control channel.
 
-    def __init__(self, directory: Path, engine: str = "echo", **options: Any) -> None:
-        self._directory = directory
+    Args:
+        directory: for sockets.
+        engine: a name or a reference.
+        rank: of it.
+        init: more fields of INIT.
+        options: of the engine.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        engine: str = "echo",
+        *,
+        rank: int = 2,
+        init: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._directory = directory / f"rank{rank}"
+        self._directory.mkdir(exist_ok=True)
         self._context = make_context()
-        address = f"ipc://{directory}/control"
+        address = f"ipc://{self._directory}/control"
         self._server = ControlServer(self._context, address)
         self._epochs = itertools.count(1)
         self._front_ends: list[FrontEnd] = []
         self.report = ReportPage.create()
-        who = ChildEnvironment(control_address=address, session_token="secret", rank=2, incarnation=4)
+        who = ChildEnvironment(control_address=address, session_token="secret", rank=rank, incarnation=4)
         environ = {**os.environ, **who.to_environ(), REPORT_FD: str(self.report.fd)}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "outboard.engine"],
@@ -172,11 +194,19 @@ class FakeLauncher:
         )
         self.peer = b""
         hello = self.receive(Hello)
-        assert (hello.session_token, hello.rank, hello.pid) == ("secret", 2, self.process.pid)
-        names = {"echo": "outboard.engines.echo:EchoEngine", "mock": "outboard.engines.mock:MockEngine"}
-        init = Init(names.get(engine, engine), options, sys.path, 2, 4, 1000, 1 << 30, 1000, SHARED)
-        self.send_body(msgspec.msgpack.encode(init))
+        assert (hello.session_token, hello.rank, hello.pid) == ("secret", rank, self.process.pid)
+        names = {
+            "echo": "outboard.engines.echo:EchoEngine",
+            "mock": "outboard.engines.mock:MockEngine",
+            "lockstep_mock": "outboard.engines.lockstep_mock:LockstepMockEngine",
+        }
+        name = names.get(engine, engine)
+        self.tell(Init(name, options, sys.path, rank, 4, 1000, 1 << 30, 1000, SHARED, **(init or {})))
         self.ready: Ready = self.receive(Ready)
+
+    def tell(self, *messages: Any) -> None:
+        for message in messages:
+            self.send_body(msgspec.msgpack.encode(message))
 
     def send_body(self, *frames: bytes) -> None:
         self._server._socket.send_multipart([self.peer, *frames])

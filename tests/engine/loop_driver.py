@@ -247,7 +247,8 @@ class Core(Peer):
         super().__init__(Inbox())
         self.engine = Engine()
         self.page = ProgressPage()
-        self.loop = BusyLoop(self.engine, self.inbox, self.page, rank=RANK)
+        self.told: list[Any] = []  # what the launcher was told
+        self.loop = BusyLoop(self.engine, self.inbox, self.page, rank=RANK, say=self.told.append, token="secret")
         self.loop.turn()  # takes the client in
 
     def join(self, epoch: int = 0xDEF, slot: int = 1) -> Peer:
