@@ -328,9 +328,7 @@ class Scaler:
                 # A rank that was asked late may have met the pause that an earlier one had asked for. Where not all
                 # have said, it goes on: somebody else's pause that is lost is better than one that nobody knows of.
                 paused = self._quiet.keys() == self._asked_to_rest and all(self._quiet.values())
-                message = ResumeRank(self._next_version(), resume=not paused)
-                self._ask(action.ranks, message)
-                self._desk.tell_coordinator(message)
+                self._ask(action.ranks, ResumeRank(self._next_version(), resume=not paused))
             case Stop():
                 for rank in self._of(action.ranks):
                     rank.stop(now, self._config.faults.shutdown_timeout)
