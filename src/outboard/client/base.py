@@ -246,7 +246,12 @@ class MPClient(EngineCoreClient):
 
     @property
     def core_engines(self) -> list[CoreEngine]:  # type: ignore[override]
-        """The engine cores that have been ready, in their latest incarnation."""
+        """The engine cores that get requests and have been ready, in their latest incarnation.
+
+        A client of one rank has it until its end, also where that leaves.
+        """
+        membership = self._membership
+        ranks = membership.ranks or membership.statuses
         return [
             CoreEngine(
                 status.rank,
@@ -256,8 +261,8 @@ class MPClient(EngineCoreClient):
                 status.info,
                 frozenset(status.typed_utilities),
             )
-            for _, status in sorted(self._membership.statuses.items())
-            if status.info is not None and status.rank < self._membership.members
+            for rank, status in sorted(membership.statuses.items())
+            if status.info is not None and rank in ranks
         ]
 
     @property

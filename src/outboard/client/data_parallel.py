@@ -63,11 +63,6 @@ class DPAsyncMPClient(_CoordinatedClient):
         super().__init__(config, addresses=addresses, client_index=client_index, cancel_fd=cancel_fd)
 
     def _make_routing(self) -> Routing:
-        size = self.config.parallel.data_parallel_size
-        if not 0 <= self.data_parallel_rank < size:
-            raise ConfigError(
-                f"data_parallel_rank {self.data_parallel_rank} does not exist: data_parallel_size is {size}"
-            )
         return OneRank()
 
     @property
