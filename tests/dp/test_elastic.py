@@ -46,12 +46,13 @@ class World:
         self.resting: set[int] = set()
         self.group = set(range(old))
         self.connected = self.acknowledged = self.fallen = False
+        self.started = False
         self.log: list[Action] = []
 
     def facts(self) -> Facts:
         return Facts(
             ready=frozenset(self.ready),
-            ended=frozenset(self.ended),
+            ended=frozenset(self.ended if self.started else self.ended | set(range(self.old, self.new))),
             connected=self.connected,
             acknowledged=self.acknowledged,
             fallen=self.fallen,
@@ -74,6 +75,7 @@ class World:
         self.log.append(action)
         match action:
             case Start(ranks):
+                self.started = True
                 self.starting |= set(ranks)
             case Announce(size):
                 self.members = size
@@ -243,6 +245,15 @@ def test_a_group_is_not_cut_in_the_middle_of_a_step() -> None:
     world.asked["drained"] = set()
     world.settle()
     assert kinds(world) == ["Announce", "Drain", "Quiesce", "Kill", "Kill", "Stop", "Reconfigure", "Resume"]
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 3), (3, 1)])
+def test_taken_back_before_it_has_begun(old: int, new: int) -> None:
+    world = World(old, new, lockstep=False)
+    world.plan.abort("no more wanted")
+    world.settle()
+    assert world.log == []
+    assert world.plan.state is ScaleState.ROLLED_BACK
 
 
 def test_too_late_to_go_back() -> None:

@@ -54,7 +54,10 @@ def config(engine: str, size: int, *, in_flight: Any = "fail", restarts: int = 0
         options=options,
         parallel=ParallelConfig(data_parallel_size=size, **parallel),
         faults=FaultConfig(
-            restart=RestartPolicy.on_failure(restarts, backoff=0.05), in_flight=in_flight, shutdown_timeout=5.0
+            restart=RestartPolicy.on_failure(restarts, backoff=0.05),
+            in_flight=in_flight,
+            max_resubmits=20,
+            shutdown_timeout=5.0,
         ),
     )
 
@@ -232,22 +235,22 @@ def test_what_does_not_end_in_time_ends_retryably_or_moves(run: Run, engine: str
     ("engine", "trouble", "reason"),
     [
         ("StartTrouble", "start die", "rank 2 did not get ready: .*exit code 7"),
-        ("StartTrouble", "start hang", "rank 2 was not ready within 3 s"),
+        ("StartTrouble", "start hang", "rank 2 was not ready within 5 s"),
         ("LockstepTrouble", "start die", "rank 2 did not get ready: .*exit code 7"),
         ("LockstepTrouble", "reinitialize refuse", "rank 2 cannot be reconfigured: .*no room at all"),
         ("LockstepTrouble", "reinitialize die", "rank 2 was ready, and is no more"),
-        ("LockstepTrouble", "reinitialize hang", "the commit was not over within 3 s: nothing from rank"),
+        ("LockstepTrouble", "reinitialize hang", "the commit was not over within 5 s: nothing from rank"),
     ],
 )
 def test_a_new_rank_fails(run: Run, tmp_path: Path, engine: str, trouble: str, reason: str) -> None:
     said = tmp_path / "trouble"
 
     async def main() -> None:
-        options = {"trouble": str(said)} | ({"barrier_timeout": 4.0} if engine == "LockstepTrouble" else {})
+        options = {"trouble": str(said)} | ({"barrier_timeout": 6.0} if engine == "LockstepTrouble" else {})
         async with AsyncLLM(config(f"elastic_engines:{engine}", 2, options=options)) as llm, load(llm) as running:
             said.write_text(trouble)
             with pytest.raises(ScaleRolledBackError, match=reason):
-                await llm.scale_elastic_ep(3, timeout=3.0)
+                await llm.scale_elastic_ep(3, timeout=5.0)
             said.unlink()
             assert llm.data_parallel_size == 2
             await running.flows()
@@ -304,8 +307,8 @@ def test_a_front_end_that_does_not_react_is_named_and_the_commit_is_taken_back(r
             try:
                 async with front_ends(group, 1) as (llm,), load(llm) as running:
                     os.kill(other.pid, signal.SIGSTOP)
-                    with pytest.raises(ScaleRolledBackError, match="not over within 3 s: front end 1"):
-                        await llm.scale_elastic_ep(3, timeout=3.0)
+                    with pytest.raises(ScaleRolledBackError, match="not over within 5 s: front end 1"):
+                        await llm.scale_elastic_ep(3, timeout=5.0)
                     os.kill(other.pid, signal.SIGCONT)
                     await llm.scale_elastic_ep(3, timeout=20)
                     await running.flows()

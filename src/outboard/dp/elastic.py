@@ -106,7 +106,7 @@ class Facts:
 
     Attributes:
         ready: ranks that serve.
-        ended: ranks that have no process, and will get none.
+        ended: ranks that have no process, and will get none, or have not been started.
         connected: whether every front end is attached to every new rank, and the coordinator, if wanted, is there.
         acknowledged: whether every front end and the coordinator have taken note of what was announced.
         fallen: whether the lockstep group has fallen since it was last asked for something.

@@ -278,7 +278,7 @@ class Scaler:
         unheard = self._unacknowledged()
         return Facts(
             ready=frozenset(ready),
-            ended=frozenset(ended | set(range(len(self._ranks), plan.old_size))),
+            ended=frozenset(ended | set(range(len(self._ranks), max(plan.old_size, plan.new_size)))),
             connected=not unconnected,
             acknowledged=not unheard,
             fallen=self._group.falls != self._falls,
