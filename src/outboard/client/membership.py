@@ -216,9 +216,12 @@ class Membership:
         self._launcher.attach(driver)
         self.watch.attach(driver)
         self.coordination.attach(driver)
+        if self.scaling is not None:
+            self.scaling.attach(driver)
         for link in self.links.values():
             if link.attached:
                 link.read_on(driver)
+        self._take_leave()
 
     # --- what the client asks for ---
 
@@ -238,6 +241,11 @@ class Membership:
     def is_member(self, rank: int) -> bool:
         """Whether this rank gets requests."""
         return rank in self.statuses and 0 <= rank < self.members
+
+    def is_linked(self, rank: int) -> bool:
+        """Whether this rank serves, and this client has to do with it."""
+        link = self.links.get(rank)
+        return link is not None and not link.ending
 
     def check_members(self) -> None:
         """Raises that the one rank which this client has to do with leaves; where there are several, one stays."""
@@ -290,6 +298,8 @@ class Membership:
         """Takes everything off the loop, and forgets what was not sent. Idempotent."""
         self.watch.stop()
         self.coordination.detach()
+        if self.scaling is not None:
+            self.scaling.stop()
         self._launcher.detach()
         for link in self.links.values():
             link.close()
@@ -444,6 +454,8 @@ class Membership:
 
     def _take_leave(self) -> None:
         """Says LEAVE, once and behind all requests, to ranks that are members no more."""
+        if self._driver is None:
+            return  # nothing is sent before there is one
         for rank, link in self.links.items():
             if rank >= self.members and rank in self._leaving and link.usable and not link.left:
                 link.left = True
@@ -459,6 +471,9 @@ class Membership:
         if self.links.get(status.rank) is link:
             del self.links[status.rank]
         self.watch.forget(status.rank)
+        asked = status.state is EngineState.STOPPED and (status.death is None or status.death.exit_code == 0)
+        if self.scaling is not None and not asked:
+            self.scaling.on_death(status.rank)
         if self.failure is not None:
             return
         self._set_available()
