@@ -477,7 +477,7 @@ class Membership:
         if self.failure is not None:
             return
         self._set_available()
-        self._routing.forget(status.rank)
+        self._routing.forget(status.rank, link.status.incarnation)
         if status.state in GONE:
             self._on_rank_gone(status)
         else:
