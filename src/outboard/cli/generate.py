@@ -7,6 +7,8 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -53,11 +55,22 @@ def generate(
         config = EngineConfig(engine=engine, options=parse_options(option or []), parallel=parallel, faults=faults)
         prompt = prompt.encode(errors="replace").decode()  # an argument that is no UTF-8 has lone surrogates
         asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
-        # The death of the engine core is what the command itself ends with, and prints.
-        logging.getLogger("outboard.launch").setLevel(logging.CRITICAL)
-        status = asyncio.run(_generate(config, asked, params, as_json))
+        with _no_news_of_deaths():
+            status = asyncio.run(_generate(config, asked, params, as_json))
     if status:
         raise typer.Exit(status)
+
+
+@contextmanager
+def _no_news_of_deaths() -> Iterator[None]:
+    """The death of the engine core is what the command itself ends with, and prints."""
+    logger = logging.getLogger("outboard.launch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 async def _generate(config: EngineConfig, prompt: Prompt, params: SamplingParams, as_json: bool) -> int:

@@ -21,7 +21,7 @@ from outboard.dp.wave_coordinator import ToRank, WaveCoordinator
 from outboard.dp.waves import FirstRequest, RankReport
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder
-from outboard.protocol.control import Acknowledge, CoordinatorReady, Members
+from outboard.protocol.control import Acknowledge, CoordinatorReady, Members, ResumeRank
 from outboard.protocol.environment import CoordinatorEnvironment
 from outboard.transport.sockets import ControlServer, make_context
 from outboard.transport.spoke import Spoke
@@ -76,7 +76,7 @@ class DPCoordinator:
         self._published: Publication | None = None
         self._decoder: MsgpackDecoder[Any] = MsgpackDecoder(_Message)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._members_decoder: MsgpackDecoder[Members] = MsgpackDecoder(Members)
+        self._from_launcher: MsgpackDecoder[Members | ResumeRank] = MsgpackDecoder(Members | ResumeRank)
         self.dropped: Counter[str] = Counter()
         self._handlers: dict[type, Callable[[bytes, Any], None]] = {
             ListenAsRank: self._on_listen,
@@ -131,12 +131,15 @@ class DPCoordinator:
         launcher = self._launcher
         while launcher is not None and (frames := launcher.receive()) is not None:
             try:
-                message = self._members_decoder.decode(frames[0])
+                message = self._from_launcher.decode(frames[0])
             except ProtocolError as error:
                 self._drop("undecodable", str(error))
                 continue
-            self._board.set_size(message.size)
-            launcher.send(self._encode(Acknowledge(message.version)))
+            if isinstance(message, Members):
+                self._board.set_size(message.size)
+                launcher.send(self._encode(Acknowledge(message.version)))
+            elif message.resume and self._waves.paused:
+                self._send_all(self._waves.resume())
 
     def _on_listen(self, sender: bytes, who: ListenAsRank) -> None:
         if who.incarnation < self._members.get(who.rank, 0):

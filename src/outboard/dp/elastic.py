@@ -400,8 +400,11 @@ class ScalePlan:
         return []
 
     def _leaving(self, facts: Facts, now: float) -> list[Action]:
-        if facts.ended.issuperset(self.leaving):
-            self._enter(_Stage.DONE, None)
+        if not facts.ended.issuperset(self.leaving):
+            return []
+        if self._quiesced and facts.fallen:
+            return self._after_restart(_Stage.DONE, range(self.new_size), facts)
+        self._enter(_Stage.DONE, None)
         return []
 
     # --- faults ---
@@ -420,18 +423,27 @@ class ScalePlan:
         if self.up and not facts.ended.issuperset(self.coming):
             return []
         old = range(self.old_size)
-        if not self._lockstep or not self._quiesced or facts.fallen:
+        if not self._lockstep or not self._quiesced:
             self._enter(_Stage.ROLLED_BACK, None)
             return []
+        if facts.fallen:
+            return self._after_restart(_Stage.ROLLED_BACK, old, facts)
         if self._reconfigured:
             self._enter(_Stage.RESTORING, now + self._long)
             return [Reconfigure(old, self.old_size)]
         self._enter(_Stage.ROLLED_BACK, None)
         return [Resume(old)]
 
+    def _after_restart(self, end: _Stage, ranks: range, facts: Facts) -> list[Action]:
+        """The pause that it was brought to rest by outlives a group: it is ended once the next one is there."""
+        if not facts.ready.issuperset(ranks) and not facts.ended.intersection(ranks):
+            return []
+        self._enter(end, None)
+        return [Resume(ranks)]
+
     def _restoring(self, facts: Facts, now: float) -> list[Action]:
         if facts.fallen:
-            self._enter(_Stage.ROLLED_BACK, None)
+            self._enter(_Stage.CLEARING, now + self._timeout)
             return []
         if facts.refused and not self._late:
             rank, why = next(iter(facts.refused.items()))

@@ -179,7 +179,7 @@ class ControlDesk:
         self._version += 1
         self._announced = self._version
         self.tell_all(Members(self._announced, members))
-        self._tell_coordinator()
+        self.tell_coordinator(Members(self._announced, members))
         for rank in self._ranks:
             self._introduce(rank)
         return self._announced
@@ -238,9 +238,10 @@ class ControlDesk:
             self.front_ends.remove(front_end)
         self._control.close()
 
-    def _tell_coordinator(self) -> None:
-        if self._announced and self._coordinator.place is not None:
-            self._control.send(self._coordinator_peer, self._encode(Members(self._announced, self.members)))
+    def tell_coordinator(self, message: Any) -> None:
+        """Sends a message to the coordinator, if there is one."""
+        if self._coordinator.place is not None:
+            self._control.send(self._coordinator_peer, self._encode(message))
 
     # --- messages ---
 
@@ -392,7 +393,8 @@ class ControlDesk:
         elif (place := self._coordinator.ready(message)) is not None:
             self._coordinator_peer = sender
             self.coordinator_acknowledged = 0
-            self._tell_coordinator()
+            if self._announced:
+                self.tell_coordinator(Members(self._announced, self.members))
             for front_end in self.front_ends:
                 self._control.send(front_end.peer, self._encode(place))
             for rank in self._ranks:

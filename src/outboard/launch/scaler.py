@@ -111,6 +111,7 @@ class Scaler:
         self._announced_version = 0
         self._falls = 0
         self._quiet: dict[int, bool] = {}  # rank -> whether its group had been paused before
+        self._asked_to_rest: set[int] = set()
         self._reconfigured: dict[int, str] = {}  # rank -> "", or why not
         self._drained: set[int] = set()
         desk.on_join = self._on_join
@@ -324,14 +325,18 @@ class Scaler:
                 self._ask(action.ranks, DrainRank(self._drain_version))
             case Quiesce():
                 self._quiet.clear()
+                self._asked_to_rest = set(action.ranks)
                 self._falls = self._group.falls
                 self._ask(action.ranks, control.Quiesce(self._next_version()))
             case Reconfigure():
                 self._reconfigure(action)
             case Resume():
-                # A rank that was asked late may have met the pause that an earlier one had asked for.
-                paused = bool(self._quiet) and all(self._quiet.values())
-                self._ask(action.ranks, ResumeRank(self._next_version(), resume=not paused))
+                # A rank that was asked late may have met the pause that an earlier one had asked for. Where not all
+                # have said, it goes on: somebody else's pause that is lost is better than one that nobody knows of.
+                paused = self._quiet.keys() == self._asked_to_rest and all(self._quiet.values())
+                message = ResumeRank(self._next_version(), resume=not paused)
+                self._ask(action.ranks, message)
+                self._desk.tell_coordinator(message)
             case Stop():
                 for rank in self._of(action.ranks):
                     rank.stop(now, self._config.faults.shutdown_timeout)
