@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outboard.client.routing import Balanced
 from outboard.dp.balancing import (
     POLICIES,
     BalancingPolicy,
@@ -163,6 +164,32 @@ def test_a_rank_that_was_started_again_has_no_load_but_own_requests() -> None:
     assert table.loads == [3]
 
 
+def test_what_is_published_of_a_rank_that_came_again_is_not_of_the_one_that_left() -> None:
+    table = LoadTable([0, 1], client_count=2)
+    published(table, 1, (0, 1, 0.0), (9, 9, 1.0))
+    table.set_available([0])
+    table.forget(1, 0)
+    published(table, 2, (0, 1, 0.0), (9, 9, 1.0))  # the coordinator does not know yet
+    table.set_available([0, 1])
+    published(table, 3, (0, 1, 0.0), (8, 9, 1.0))
+    assert table.loads == [1, 0]
+    table.published(Publication(0, 4, 0, [LoadReport(0, 0, 4, 0, 1), LoadReport(1, 1, 1, 0, 3)]))
+    assert table.loads == [1, 3]
+    table.forget(1, 0)  # late news are no harm
+    table.published(Publication(0, 5, 0, [LoadReport(1, 1, 2, 0, 4)]))
+    assert table.loads == [1, 4]
+
+
+def test_loads_of_ranks_that_are_not_known_yet_or_any_more_change_nothing() -> None:
+    table = LoadTable([0], client_count=2)
+    published(table, 1, (0, 2, 0.0), (50, 9, 1.0), (50, 9, 1.0))
+    assert (table.ranks, table.loads, list(table._entries)) == ((0,), [2], [0])
+    table.set_available([0, 1])
+    assert table.loads == [2, 0]
+    published(table, 2, (0, 2, 0.0), (0, 5, 0.0), (50, 9, 1.0))
+    assert table.loads == [2, 5]
+
+
 def test_nothing_is_kept_of_a_rank_that_is_gone() -> None:
     table = LoadTable([0, 1])
     table.sent(1)
@@ -198,7 +225,7 @@ def test_the_columns_are_what_the_counts_say(data: st.DataObject, clients: int) 
             case "available":
                 table.set_available(data.draw(st.sets(st.integers(0, 4))))
             case "forget":
-                table.forget(data.draw(st.integers(0, 4)))
+                table.forget(data.draw(st.integers(0, 4)), data.draw(st.integers(-1, 1)))
         assert table.own == [own[rank] for rank in table.ranks]
         assert table.loads == [table._estimate(table._entries[rank]) for rank in table.ranks]
         assert all(load >= count * clients for load, count in zip(table.loads, table.own, strict=True))
@@ -369,6 +396,21 @@ def test_a_rank_with_an_empty_cache_is_forgotten() -> None:
     policy.choose(table, prompt(1, 1))
     assert policy.misses == 2
     assert len(policy._known) == 1
+
+
+def test_a_rank_that_left_and_came_again_has_an_empty_cache() -> None:
+    policy = PrefixAffine(block_tokens=2)
+    routing = Balanced(LoadTable([0, 1]), policy)
+    assert routing.choose(prompt(1, 1)) == 0
+    assert routing.choose(prompt(2, 2)) == 1
+    routing.set_available([0])
+    routing.forget(1, 0)
+    routing.set_available([0, 1])
+    assert policy.hits == 0
+    routing.choose(prompt(2, 2))
+    assert policy.hits == 0
+    assert routing.choose(prompt(1, 1)) == 0
+    assert policy.hits == 1
 
 
 def test_what_is_remembered_is_bounded_and_the_least_recently_used_goes_first() -> None:

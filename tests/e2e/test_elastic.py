@@ -318,6 +318,29 @@ def test_a_front_end_that_does_not_react_is_named_and_the_commit_is_taken_back(r
     run(main())
 
 
+def test_a_front_end_that_joins_while_a_rank_empties_does_not_hold_it_up(run: Run) -> None:
+    async def main() -> None:
+        with await launch(config("mock", 2, client_count=2)) as group:
+            async with front_ends(group, 1) as (llm,):
+                tasks = [asyncio.create_task(read(llm, 500)) for _ in range(4)]
+                await until(lambda: min(dplb(llm).lb_engines.values()) > 0)
+                draining = asyncio.Event()
+                scaling = asyncio.create_task(
+                    llm.scale_elastic_ep(
+                        1, on_progress=lambda p: draining.set() if p.state is ScaleState.DRAINING else None
+                    )
+                )
+                await draining.wait()
+                async with AsyncLLM(addresses=group.addresses, client_index=1) as late:
+                    assert await read(late, 5) == ALPHABET[:5]
+                    async with asyncio.timeout(20):  # of the 60 s that the rank may have
+                        await scaling
+                    assert [await task for task in tasks] == [ALPHABET[:500]] * 4
+                    await until(lambda: len(late.client.engine_status) == 1)
+
+    run(main())
+
+
 def test_the_front_end_that_wanted_it_dies(run: Run, tmp_path: Path) -> None:
     said = tmp_path / "trouble"
 

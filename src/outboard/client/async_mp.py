@@ -233,6 +233,8 @@ class AsyncMPClient(MPClient):
     async def wait_for_state(self, *states: EngineState, rank: int = 0) -> EngineStatus:
         """Waits until an engine core is in one of these states; its status. Bound it with `asyncio.timeout`.
 
+        A rank that does not exist, or not any more, may come.
+
         Raises:
             EngineDeadError: the client has ended, and the state is none of these.
         """
@@ -240,17 +242,24 @@ class AsyncMPClient(MPClient):
         reached: asyncio.Future[EngineStatus] = loop.create_future()
 
         def look(status: EngineStatus) -> None:
-            if reached.done() or status.rank != rank:
+            if reached.done():
                 return
-            if status.state in states:
+            if status.rank == rank and status.state in states:
                 reached.set_result(status)
-            elif self._membership.failure is not None:
-                reached.set_exception(self._membership.failure.copy())
+            elif (ended := self._membership.failure) is not None:
+                last = self._membership.told.get(rank)
+                if last is not None and last.state in states:
+                    reached.set_result(last)
+                else:
+                    reached.set_exception(ended.copy())
 
         unsubscribe = self.subscribe(look)
         try:
-            if (known := self._membership.told.get(rank)) is not None:
+            known = self._membership.told.get(rank)
+            if known is not None:
                 look(known)
+            else:
+                self.validate_alive()
             return await reached
         finally:
             unsubscribe()

@@ -20,6 +20,7 @@ from outboard.client.membership import Membership, OnStatus
 from outboard.client.pending import CallFuture, PendingTable
 from outboard.client.resources import Resources
 from outboard.client.routing import Balanced, OneRank, Routing
+from outboard.client.scaling import Scaling
 from outboard.config import EngineConfig
 from outboard.engine.calls import convert, return_type
 from outboard.engine.core import EngineCore
@@ -206,6 +207,7 @@ class MPClient(EngineCoreClient):
                 routing,
                 self._only_rank,
             )
+            self._membership.scaling = self._make_scaling(self._membership)
             undo.callback(self._membership.close_sockets)
             undo.callback(self._membership.stop_reading)
             self._membership.join()
@@ -222,6 +224,10 @@ class MPClient(EngineCoreClient):
                 f"become {parallel.most_ranks}; use DPLBAsyncMPClient, or EngineCoreClient.make_client"
             )
         return OneRank()
+
+    def _make_scaling(self, membership: Membership) -> Scaling | None:
+        """What hears of changes of the number of ranks; None: nothing does. Called by the constructor."""
+        return None
 
     @property
     def _only_rank(self) -> int | None:
@@ -246,7 +252,12 @@ class MPClient(EngineCoreClient):
 
     @property
     def core_engines(self) -> list[CoreEngine]:  # type: ignore[override]
-        """The engine cores that have been ready, in their latest incarnation."""
+        """The engine cores that get requests and have been ready, in their latest incarnation.
+
+        A client of one rank has it until its end, also where that leaves.
+        """
+        membership = self._membership
+        ranks = membership.ranks or membership.statuses
         return [
             CoreEngine(
                 status.rank,
@@ -256,8 +267,8 @@ class MPClient(EngineCoreClient):
                 status.info,
                 frozenset(status.typed_utilities),
             )
-            for _, status in sorted(self._membership.statuses.items())
-            if status.info is not None and status.rank < self._membership.members
+            for rank, status in sorted(membership.statuses.items())
+            if status.info is not None and rank in ranks
         ]
 
     @property

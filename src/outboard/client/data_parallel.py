@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outboard.client.async_mp import AsyncMPClient
+from outboard.client.membership import Membership
 from outboard.client.routing import Balanced, OneRank, Routing
 from outboard.client.scaling import OnProgress, Scaling
 from outboard.config import EngineConfig
@@ -16,11 +17,20 @@ from outboard.errors import ConfigError, UtilityError
 from outboard.launch.group import EngineAddresses
 from outboard.transport.sockets import ZmqSocket
 
+# Seconds; as in the configuration.
+_LONGEST = 1_000_000
+
 __all__ = ["DPAsyncMPClient", "DPLBAsyncMPClient", "client_class"]
 
 
 class _CoordinatedClient(AsyncMPClient):
-    """What a client of several ranks knows of their coordinator, where there is one."""
+    """What a client of several ranks knows of their coordinator, where there is one, and of changes of their number."""
+
+    def _make_scaling(self, membership: Membership) -> Scaling:
+        sync_timeout = self.config.parallel.dp_sync_timeout
+        scaling = Scaling(self.client_index, membership.tell, membership.counters, membership.is_linked, sync_timeout)
+        self._delivery.on_hook_done = scaling.on_hook_done
+        return scaling
 
     @property
     def current_wave(self) -> int:
@@ -63,11 +73,6 @@ class DPAsyncMPClient(_CoordinatedClient):
         super().__init__(config, addresses=addresses, client_index=client_index, cancel_fd=cancel_fd)
 
     def _make_routing(self) -> Routing:
-        size = self.config.parallel.data_parallel_size
-        if not 0 <= self.data_parallel_rank < size:
-            raise ConfigError(
-                f"data_parallel_rank {self.data_parallel_rank} does not exist: data_parallel_size is {size}"
-            )
         return OneRank()
 
     @property
@@ -100,9 +105,6 @@ class DPLBAsyncMPClient(_CoordinatedClient):
     ) -> None:
         self._wanted_policy = policy
         super().__init__(config, addresses=addresses, client_index=client_index, cancel_fd=cancel_fd)
-        membership = self._membership
-        membership.scaling = Scaling(client_index, membership.tell, membership.counters)
-        self._delivery.on_hook_done = membership.scaling.on_hook_done
 
     def _make_routing(self) -> Routing:
         parallel = self.config.parallel
@@ -118,7 +120,7 @@ class DPLBAsyncMPClient(_CoordinatedClient):
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ranks get requests."""
+        """How many ranks get requests, as this client has taken note of it."""
         return self._membership.members
 
     async def scale(
@@ -154,7 +156,7 @@ class DPLBAsyncMPClient(_CoordinatedClient):
             UnsupportedError: the engine has no `reinitialize`, or the ranks were not meant to be scaled.
             EngineDeadError: the client has ended.
         """
-        scaling, seconds = self._begin_scaling(new_size, timeout)
+        scaling, seconds = self._begin_scaling(new_size, timeout, drain)
         await scaling.scale(new_size, seconds, drain, on_progress)
 
     async def prepare_elastic_ep(
@@ -164,7 +166,7 @@ class DPLBAsyncMPClient(_CoordinatedClient):
 
         `commit_elastic_ep` or `abort_elastic_ep` has to follow. Args, raises, cancelling: as `scale`.
         """
-        scaling, seconds = self._begin_scaling(new_data_parallel_size, timeout)
+        scaling, seconds = self._begin_scaling(new_data_parallel_size, timeout, drain)
         await scaling.prepare(new_data_parallel_size, seconds, drain)
 
     async def commit_elastic_ep(self) -> None:
@@ -172,10 +174,13 @@ class DPLBAsyncMPClient(_CoordinatedClient):
         await self._scaling().commit()
 
     async def abort_elastic_ep(self) -> None:
-        """Takes back what was prepared; returns when all is as before.
+        """Takes back what was prepared; returns when all is as before, at once where that has happened already.
+
+        Cancelling ends the waiting alone.
 
         Raises:
             ScaleError: nothing is prepared.
+            EngineDeadError: the client has ended.
         """
         await self._scaling().abort()
 
@@ -183,10 +188,15 @@ class DPLBAsyncMPClient(_CoordinatedClient):
         """Calls `on_progress` with every step of any front end's change of size. Call the result to end that."""
         return self._scaling().subscribe(on_progress)
 
-    def _begin_scaling(self, new_size: int, timeout: float | None) -> tuple[Scaling, float]:
-        if not isinstance(new_size, int) or isinstance(new_size, bool):
-            raise ConfigError(f"the number of ranks must be an int, not {new_size!r}")
-        return self._scaling(), self.config.faults.startup_timeout if timeout is None else timeout
+    def _begin_scaling(self, new_size: int, timeout: float | None, drain: float) -> tuple[Scaling, float]:
+        if not isinstance(new_size, int) or isinstance(new_size, bool) or new_size.bit_length() > 31:
+            raise ConfigError(f"the number of ranks must be an int of 32 bits, not {new_size!r}")
+        seconds = self.config.faults.startup_timeout if timeout is None else timeout
+        if not _is_number(seconds) or not 0 < seconds <= _LONGEST:
+            raise ConfigError(f"timeout must be above 0 and at most {_LONGEST} s, not {seconds!r}")
+        if not _is_number(drain) or not 0 <= drain <= _LONGEST:
+            raise ConfigError(f"drain must be at least 0 and at most {_LONGEST} s, not {drain!r}")
+        return self._scaling(), seconds
 
     def _scaling(self) -> Scaling:
         self._ensure_output_queue_task()
@@ -249,6 +259,10 @@ class DPLBAsyncMPClient(_CoordinatedClient):
         if any(result != results[0] for result in results):
             raise UtilityError(f"the ranks do not agree on {method!r}: {results!r}")
         return results[0]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def client_class(config: EngineConfig | str | type[Any]) -> type[AsyncMPClient]:

@@ -47,7 +47,7 @@ class Link:
         status: of the engine core when this was made.
         epoch: a random number that all messages carry, both ways.
         attached: whether the engine core has answered.
-        member: whether its rank has got requests, and has not been told that it gets no more.
+        left: whether the engine core has been told that it gets no more.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Link:
         self.status = status
         self.epoch = secrets.randbits(64)
         self.attached = False
-        self.member = False
+        self.left = False
         self._slot = slot
         self._stall_timeout = config.faults.stall_timeout
         self._pending = pending

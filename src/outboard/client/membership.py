@@ -24,6 +24,7 @@ from outboard.client.states import GONE, SERVING, gone, removed, restarting, sta
 from outboard.client.traffic import Traffic
 from outboard.errors import (
     ClientClosedError,
+    ConfigError,
     EngineDeadError,
     EngineStartupError,
 )
@@ -40,6 +41,7 @@ from outboard.protocol.control import (
     Members,
     ScaleProgress,
     ScaleRefused,
+    ScaleState,
     Welcome,
     identity_of,
 )
@@ -72,6 +74,8 @@ _CONNECT_TIMEOUT = 1.0
 _NEWS_TIMEOUT = 1.0
 # An engine core that said ENGINE_CORE_DEAD gets this long to end by itself, so that its exit code can be told.
 _EXIT_GRACE = 0.5
+# How long it may take to tell the launcher that this front end goes after all, in milliseconds.
+_LINGER_MS = 500
 
 
 class Membership:
@@ -129,6 +133,7 @@ class Membership:
         self._driver: Driver | None = None
         self._slot = -1
         self.members = 0
+        self._leaving: set[int] = set()  # ranks that were members, and serve on until they are empty
         self.scaling: Scaling | None = None
         self.failure: EngineDeadError | None = None
         self.statuses: dict[int, EngineStatus] = {}
@@ -154,6 +159,7 @@ class Membership:
         """Joins, and attaches to all engine cores that are ready. Blocks; nothing is read on an event loop yet.
 
         Raises:
+            ConfigError: the one rank that this client has to do with does not exist.
             EngineDeadError: the launcher refuses, does not answer, or is gone.
         """
         self._launcher.tell(
@@ -175,8 +181,15 @@ class Membership:
                 pass
         if self.failure is not None:
             raise self.failure.copy()
+        if not self.ranks:
+            self.leave()
+            self._launcher.close(_LINGER_MS)
+            raise ConfigError(
+                f"data_parallel_rank {self._only_rank} does not exist: data_parallel_size is {self.members}"
+            )
         # What is sent to an engine core whose connection is not there yet waits for a timer.
-        identities = {identity_of(link.status.rank, link.status.incarnation) for link in self.links.values()}
+        attached = [link.status for link in self.links.values() if link.attached]
+        identities = {identity_of(status.rank, status.incarnation) for status in attached}
         wait_for_peers(self._input, identities, _CONNECT_TIMEOUT)
 
     @property
@@ -203,9 +216,12 @@ class Membership:
         self._launcher.attach(driver)
         self.watch.attach(driver)
         self.coordination.attach(driver)
+        if self.scaling is not None:
+            self.scaling.attach(driver)
         for link in self.links.values():
             if link.attached:
                 link.read_on(driver)
+        self._take_leave()
 
     # --- what the client asks for ---
 
@@ -226,10 +242,21 @@ class Membership:
         """Whether this rank gets requests."""
         return rank in self.statuses and 0 <= rank < self.members
 
+    def is_linked(self, rank: int) -> bool:
+        """Whether this rank serves, and this client has to do with it."""
+        link = self.links.get(rank)
+        return link is not None and not link.ending
+
+    def check_members(self) -> None:
+        """Raises that the one rank which this client has to do with leaves; where there are several, one stays."""
+        if not self.ranks:
+            raise removed(next(iter(self.statuses.values())))
+
     def check(self) -> None:
         """Raises what is wrong, where no engine core serves."""
         if self.failure is not None:
             raise self.failure.copy()
+        self.check_members()
         statuses = [self.statuses[rank] for rank in self.ranks]
         if len(statuses) > 1 and any(status.state is EngineState.READY for status in statuses):
             return
@@ -263,13 +290,16 @@ class Membership:
             self._delivery.end(cause)
             if self.scaling is not None:
                 self.scaling.fail(cause)
-            for status in self.statuses.values():
+            self.told = dict(self.statuses)
+            for status in self.told.values():
                 self._notify(status)
 
     def stop_reading(self) -> None:
         """Takes everything off the loop, and forgets what was not sent. Idempotent."""
         self.watch.stop()
         self.coordination.detach()
+        if self.scaling is not None:
+            self.scaling.stop()
         self._launcher.detach()
         for link in self.links.values():
             link.close()
@@ -307,6 +337,8 @@ class Membership:
         elif isinstance(message, Members):
             self._on_members(message)
         elif isinstance(message, ScaleProgress | ScaleRefused):
+            if isinstance(message, ScaleProgress):
+                self._on_progress(message)
             if self.scaling is not None:
                 self.scaling.on_message(message)
         elif isinstance(message, Welcome):
@@ -324,9 +356,14 @@ class Membership:
         known = self.statuses.get(status.rank)
         if known is not None and status.version <= known.version:
             return
+        link = self.links.get(status.rank)
+        if link is not None and link.ending and known is not None and known.state in GONE:
+            link.end_now()  # it was scaled away, and comes again already
+            if self.failure is not None:
+                return
+            link = None
         self.statuses[status.rank] = status
         self._launcher.tell(Acknowledge(status.version))
-        link = self.links.get(status.rank)
         if link is not None and not (status.state in SERVING and status.incarnation == link.status.incarnation):
             if status.state in SERVING:  # already the next one: there is no time to wait for what is left of the last
                 link.end(lambda: self._on_link_over(link))
@@ -336,16 +373,19 @@ class Membership:
             self._set_available()
         elif link is None and status.state in GONE:
             self._on_rank_gone(status)
-            if status.rank not in self.statuses:  # it has been scaled away
-                return
         if self.failure is None and status.state in SERVING and status.rank not in self.links:
             self._attach_to(status)
-        new = self.links.get(status.rank)
-        if status.state not in SERVING or (new is not None and new.usable):
+        if status.state not in SERVING or self._serves(status.rank):
             self._notify(status)  # else once it can be used
 
+    def _serves(self, rank: int) -> bool:
+        """Whether this rank has requests of this client, or can get them."""
+        link = self.links.get(rank)
+        return link is not None and link.usable and (rank < self.members or rank in self._leaving)
+
     def _notify(self, status: EngineStatus) -> None:
-        self.told[status.rank] = status
+        if status.rank in self.statuses:  # else it has been scaled away, which is the last that is told of it
+            self.told[status.rank] = status
         for on_status in list(self._subscribers):
             on_status(status)
 
@@ -363,13 +403,18 @@ class Membership:
             self.counters,
             self._call_later,
         )
-        link.member = status.rank < self.members
         self.links[status.rank] = link
         self._launcher.tell(link.invitation(self._input_address))
 
     def _on_attached(self, message: Attached) -> None:
         link = self.links.get(message.rank)
         if link is None or link.epoch != message.epoch or link.attached:
+            return
+        if message.refused and message.rank >= self.members:  # whoever changes the size finds that it is not attached
+            logger.warning("engine core rank %d, which is to join, refuses: %s", message.rank, message.refused)
+            link.close()
+            link.close_socket()
+            del self.links[message.rank]
             return
         if message.refused:
             self.fail(EngineDeadError(f"engine core rank {message.rank} refuses this front end: {message.refused}"))
@@ -381,26 +426,39 @@ class Membership:
         self._take_leave()
         self._set_available()
         self._moves.send_waiting(self.traffic.route)
-        self._notify(self.statuses[message.rank])
+        if self._serves(message.rank):
+            self._notify(self.statuses[message.rank])
 
     def _on_members(self, message: Members) -> None:
         """Ranks that are no members any more get nothing from now on; what they have, they end, or it moves."""
-        self.members = message.size
-        for rank, link in self.links.items():
-            link.member = link.member or rank < message.size
+        before, self.members = self.members, message.size
+        self._leaving = {rank for rank in (*self._leaving, *range(message.size, before)) if rank >= message.size}
         self._set_available()
         self._take_leave()
         for rank in sorted(self.statuses):
             if rank >= message.size:
                 self._moves.end_unreachable(rank, removed(self.statuses[rank]))
+                if self.statuses[rank].state in GONE and rank not in self.links:
+                    self._forget(rank)
         self._launcher.tell(Acknowledge(message.version))
         self._moves.send_waiting(self.traffic.route)
+        for rank in range(before, message.size):
+            if self._serves(rank):
+                self._notify(self.statuses[rank])
+
+    def _on_progress(self, progress: ScaleProgress) -> None:
+        """Who has joined meanwhile learns by this which ranks leave."""
+        if progress.new_size < progress.old_size and progress.state in (ScaleState.COMMITTING, ScaleState.DRAINING):
+            self._leaving.update(range(progress.new_size, progress.old_size))
+            self._take_leave()
 
     def _take_leave(self) -> None:
-        """Says LEAVE, once and behind all requests, to ranks that have been members and are no more."""
+        """Says LEAVE, once and behind all requests, to ranks that are members no more."""
+        if self._driver is None:
+            return  # nothing is sent before there is one
         for rank, link in self.links.items():
-            if rank >= self.members and link.member and link.usable:
-                link.member = False
+            if rank >= self.members and rank in self._leaving and link.usable and not link.left:
+                link.left = True
                 link.sender.send(EngineCoreRequestType.LEAVE, LeaveRank(link.epoch))
 
     # --- deaths ---
@@ -413,14 +471,19 @@ class Membership:
         if self.links.get(status.rank) is link:
             del self.links[status.rank]
         self.watch.forget(status.rank)
+        asked = status.state is EngineState.STOPPED and (status.death is None or status.death.exit_code == 0)
+        if self.scaling is not None and not asked:
+            self.scaling.on_death(status.rank)
         if self.failure is not None:
             return
         self._set_available()
-        self._routing.forget(status.rank)
+        self._routing.forget(status.rank, link.status.incarnation)
         if status.state in GONE:
             self._on_rank_gone(status)
         else:
             self._moves.after_death(status.rank, restarting(status))
+            if status.rank >= self.members:
+                self._moves.end_unreachable(status.rank, removed(status))
             self._moves.send_waiting(self.traffic.route)
 
     def _on_rank_gone(self, status: EngineStatus) -> None:
@@ -441,9 +504,12 @@ class Membership:
         self._moves.after_death(status.rank, cause, at_fault=False)
         self._moves.end_unreachable(status.rank, cause)
         self._moves.send_waiting(self.traffic.route)
-        self._notify(status)
-        del self.statuses[status.rank]
-        self.told.pop(status.rank, None)
+        self._forget(status.rank)
+
+    def _forget(self, rank: int) -> None:
+        del self.statuses[rank]
+        self.told.pop(rank, None)
+        self._leaving.discard(rank)
 
     def _on_launcher_gone(self, error: EngineDeadError) -> None:
         for link in list(self.links.values()):

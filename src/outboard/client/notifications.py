@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import TypeAlias
 
 from outboard.errors import NotificationError
 from outboard.protocol.control import ScaleProgress, ScaleState
@@ -11,72 +13,138 @@ from outboard.protocol.messages import RECONFIGURE_FINISHED, SHUTDOWN_COMPLETE
 __all__ = ["Notifications"]
 
 _KINDS = (RECONFIGURE_FINISHED, SHUTDOWN_COMPLETE)
-_MOST_EARLY = 1024
+_MOST_UNEXPLAINED = 1024
+
+_One: TypeAlias = "tuple[str, int]"
+
+
+class _Change:
+    """One change of size.
+
+    Attributes:
+        due: what has to come.
+        allowed: what may come, or not.
+        came: what has come.
+        taken_back: anything may come: some come, some do not, some twice.
+        over: when it was over.
+    """
+
+    def __init__(self, progress: ScaleProgress, linked: Callable[[int], bool]) -> None:
+        self.whose = (progress.client_index, progress.call)
+        self.taken_back = False
+        self.over = inf
+        self.came: set[_One] = set()
+        self._ranks = range(max(progress.old_size, progress.new_size))
+        expected: list[_One] = []
+        if progress.old_size != progress.new_size:
+            expected += [(RECONFIGURE_FINISHED, rank) for rank in range(progress.new_size)]
+            expected += [(SHUTDOWN_COMPLETE, rank) for rank in range(progress.new_size, progress.old_size)]
+        self.due = {one for one in expected if linked(one[1])}
+        self.allowed = set(expected) - self.due
+
+    def excuse(self, those: Iterable[_One]) -> None:
+        """These need not come any more; they may."""
+        excused = self.due.intersection(those)
+        self.due -= excused
+        self.allowed |= excused
+
+    def take(self, one: _One, among: set[_One]) -> bool:
+        """Takes what is among these; whether it is."""
+        if one not in among:
+            return False
+        among.remove(one)
+        self.came.add(one)
+        return True
+
+    def takes_anything_of(self, rank: int) -> bool:
+        return self.taken_back and rank in self._ranks
 
 
 class Notifications:
-    """Follows one change after the other.
+    """Follows one change after the other. All times in seconds of any one clock.
 
-    A notification and the progress that explains it come by different ways, in any order: one that is not expected yet
-    is kept, until `judge` finds that nothing came to explain it.
+    The news of several changes may come before the notifications of the first: each belongs to the oldest change that
+    wants it. One that none wants is kept for a while, since its explanation may come yet; `judge` gives it up.
 
     Args:
-        only_rank: the one rank that there is a connection with; None: all.
+        linked: whether there is a connection with a rank, by which it could tell.
+        apart: how much later a notification may come than the end of its change.
     """
 
-    def __init__(self, only_rank: int | None = None) -> None:
-        self._only_rank = only_rank
-        self._expected: set[tuple[str, int]] = set()
-        self._came: set[tuple[str, int]] = set()
-        self._early: list[tuple[str, int]] = []
-        self._anything = False  # it is taken back: some come, some do not, some twice
+    def __init__(self, linked: Callable[[int], bool] = lambda rank: True, apart: float = 5.0) -> None:
+        self._linked = linked
+        self._apart = apart
+        self._changes: list[_Change] = []
+        self._unexplained: list[tuple[_One, float]] = []
+        self._doubtful: list[tuple[_One, float]] = []  # may be late ones, or of the next change
 
-    def follow(self, progress: ScaleProgress) -> None:
+    def follow(self, progress: ScaleProgress, now: float) -> None:
         """How far a change has come."""
+        self._changes = [change for change in self._changes if change.over > now - self._apart]
+        if progress.state in (ScaleState.PREPARING, ScaleState.READY):
+            return
+        whose = (progress.client_index, progress.call)
+        change = next((one for one in self._changes if one.whose == whose and one.over == inf), None)
+        if change is None:
+            change = _Change(progress, self._linked)
+            self._changes.append(change)
+            change.excuse(one for one, at in self._doubtful if at > now - self._apart)
+            self._doubtful = []
         if progress.state in (ScaleState.ROLLING_BACK, ScaleState.ROLLED_BACK):
-            self._anything = True
-        elif progress.state in (ScaleState.PREPARING, ScaleState.READY):
-            if self._expected or self._anything:
-                self._expected, self._came, self._anything = set(), set(), False
-        elif not self._expected:
-            staying = range(progress.new_size)
-            leaving = range(progress.new_size, progress.old_size)
-            self._expected = self._seen((RECONFIGURE_FINISHED, rank) for rank in staying)
-            self._expected |= self._seen((SHUTDOWN_COMPLETE, rank) for rank in leaving)
-            early = [one for one in self._early if one in self._expected]
-            self._early = [one for one in self._early if one not in self._expected]
-            self._came.update(early)
+            change.taken_back = True
+            change.due.clear()
+        if progress.state in (ScaleState.DONE, ScaleState.ROLLED_BACK):
+            change.over = now
+        self._unexplained = [
+            (one, at)
+            for one, at in self._unexplained
+            if not (change.take(one, change.due) or change.take(one, change.allowed))
+            and not change.takes_anything_of(one[1])
+        ]
 
-    def take(self, kind: str, rank: int) -> None:
+    def excuse(self, rank: int) -> None:
+        """This rank has died: what it had not said it will not say."""
+        for change in self._changes:
+            change.excuse([one for one in change.due if one[1] == rank])
+
+    def take(self, kind: str, rank: int, now: float) -> None:
         """One has come.
 
         Raises:
-            NotificationError: it is unknown, or came before.
+            NotificationError: it is of no known type, or too many make no sense.
         """
         if kind not in _KINDS:
             raise NotificationError(f"rank {rank} sent a notification of unknown type {kind!r}", rank)
         one = (kind, rank)
-        if self._anything:
+        if any(change.take(one, change.due) for change in self._changes):
             return
-        if one in self._came:
-            raise NotificationError(f"rank {rank} sent {kind} twice", rank)
-        if one in self._expected:
-            self._came.add(one)
-        elif len(self._early) < _MOST_EARLY:
-            self._early.append(one)
+        if any(change.take(one, change.allowed) or change.takes_anything_of(rank) for change in self._changes):
+            self._doubtful = [*self._doubtful[-_MOST_UNEXPLAINED:], (one, now)]
+            return
+        if len(self._unexplained) >= _MOST_UNEXPLAINED:
+            raise self._wrong(one)
+        self._unexplained.append((one, now))
 
-    def judge(self) -> NotificationError | None:
-        """Forgets what came early and was never explained; what to say of it."""
-        early, self._early = self._early, []
-        if not early:
-            return None
-        kind, rank = early[0]
-        return NotificationError(f"rank {rank} sent {kind}, which belongs to no change of size under way", rank)
+    def judge(self, until: float = inf) -> NotificationError | None:
+        """Forgets what came until then, and was never explained; what to say of the first of it."""
+        wrong = [one for one, at in self._unexplained if at <= until]
+        self._unexplained = [(one, at) for one, at in self._unexplained if at > until]
+        return self._wrong(wrong[0]) if wrong else None
 
     @property
-    def missing(self) -> list[int]:
-        """Ranks that have not sent what they are expected to."""
-        return [] if self._anything else sorted({rank for _, rank in self._expected - self._came})
+    def unexplained(self) -> bool:
+        """Whether something came that no change wants."""
+        return bool(self._unexplained)
 
-    def _seen(self, notifications: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
-        return {one for one in notifications if self._only_rank in (None, one[1])}
+    def missing(self, client_index: int, call: int) -> list[int]:
+        """Ranks that have not sent what this change expects of them."""
+        for change in reversed(self._changes):
+            if change.whose == (client_index, call):
+                return sorted({rank for _, rank in change.due})
+        return []
+
+    def _wrong(self, one: _One) -> NotificationError:
+        kind, rank = one
+        if any(one in change.came for change in self._changes):
+            return NotificationError(f"rank {rank} sent {kind} twice", rank)
+        return NotificationError(f"rank {rank} sent {kind}, which belongs to no change of size under way", rank)

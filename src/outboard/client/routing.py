@@ -19,8 +19,8 @@ class Routing(Protocol):
     def set_available(self, ranks: Sequence[int]) -> None:
         """Which ranks can be used from now on."""
 
-    def forget(self, rank: int) -> None:
-        """This rank ended; what comes in its place starts afresh."""
+    def forget(self, rank: int, incarnation: int) -> None:
+        """This incarnation of a rank ended; what comes in its place starts afresh."""
 
     def published(self, publication: Publication) -> object:
         """A coordinator published loads."""
@@ -39,7 +39,7 @@ class OneRank:
     def set_available(self, ranks: Sequence[int]) -> None:
         self._rank = ranks[0] if ranks else None
 
-    def forget(self, rank: int) -> None:
+    def forget(self, rank: int, incarnation: int) -> None:
         pass
 
     def published(self, publication: Publication) -> None:
@@ -64,8 +64,8 @@ class Balanced:
     def set_available(self, ranks: Sequence[int]) -> None:
         self.table.set_available(ranks)
 
-    def forget(self, rank: int) -> None:
-        self.table.forget(rank)
+    def forget(self, rank: int, incarnation: int) -> None:
+        self.table.forget(rank, incarnation)
         forget = getattr(self.policy, "forget", None)  # of a policy that remembers what ranks have in their caches
         if forget is not None:
             forget(rank)

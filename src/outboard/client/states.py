@@ -21,9 +21,10 @@ def gone(status: EngineStatus) -> EngineDeadError:
 
 def removed(status: EngineStatus) -> EngineRemovedError:
     """It was scaled away, with what it had not ended."""
-    if status.death is not None:
-        return EngineRemovedError(**status.death.facts())
     reason = f"engine core rank {status.rank} was scaled away"
+    if status.death is not None:
+        facts = status.death.facts()
+        return EngineRemovedError(f"{reason}: {facts.pop('reason')}", **facts)
     return EngineRemovedError(reason, phase="stopping", rank=status.rank, incarnation=status.incarnation)
 
 

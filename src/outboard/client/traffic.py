@@ -75,6 +75,7 @@ class Traffic:
         """Calls a utility method of a rank, by default the first; the call id, under which `future` waits."""
         membership = self._membership
         membership.watch.arm()
+        membership.check_members()
         rank = membership.ranks[0] if rank is None else rank
         link = self._usable(rank)
         if link is None:
@@ -89,6 +90,7 @@ class Traffic:
             rank = self._routing.choose(request)
             return None if rank is None else self._membership.links[rank]
         if not self._membership.is_member(rank):
+            self._membership.check_members()
             ranks = ", ".join(map(str, self._membership.ranks))
             raise InvalidRequestError(f"there is no data_parallel_rank {rank!r}; there is rank {ranks}")
         return self._usable(rank)
@@ -101,6 +103,7 @@ class Traffic:
     def _settle(self, rank: int | None) -> None:
         """Raises the end of a rank, or of all, that is known while what was sent before it is still being taken."""
         membership = self._membership
+        membership.check_members()
         for link in list(membership.links.values()):
             if link.ending and membership.statuses[link.status.rank].state in GONE:
                 link.end_now()

@@ -60,7 +60,7 @@ class LoadTable:
         own: at the same positions, own requests in flight.
     """
 
-    __slots__ = ("_entries", "_version", "client_count", "client_index", "loads", "own", "ranks")
+    __slots__ = ("_entries", "_version", "_void", "client_count", "client_index", "loads", "own", "ranks")
 
     def __init__(self, ranks: Iterable[int] = (), *, client_index: int = 0, client_count: int = 1) -> None:
         if not 0 <= client_index < client_count:
@@ -71,6 +71,7 @@ class LoadTable:
         self.loads: list[float] = []
         self.own: list[int] = []
         self._entries: dict[int, _Rank] = {}
+        self._void: dict[int, int] = {}  # rank -> the last of its incarnations that has ended
         self._version = (-1, -1)
         self.set_available(ranks)
 
@@ -116,7 +117,8 @@ class LoadTable:
         self._version = publication.version
         for report in publication.loads:
             entry = self._entries.get(report.rank)
-            if entry is not None and report.version > entry.version:
+            ended = report.version[0] <= self._void.get(report.rank, -1)
+            if entry is not None and report.version > entry.version and not ended:
                 self._take(entry, report)
         entries = [self._entries[rank] for rank in self.ranks]
         full = max(_KV_FREE, min((entry.kv for entry in entries), default=0.0))
@@ -138,8 +140,12 @@ class LoadTable:
         else:
             entry.included = min(entry.inflight, total)
 
-    def forget(self, rank: int) -> None:
-        """This rank's last report is void: it was started again. Own requests are not touched."""
+    def forget(self, rank: int, incarnation: int = -1) -> None:
+        """This rank's reports up to this incarnation are void: it has ended. Own requests are not touched.
+
+        What a coordinator publishes may be behind that news, also where the rank leaves and comes again.
+        """
+        self._void[rank] = max(incarnation, self._void.get(rank, -1))
         entry = self._entries.get(rank)
         if entry is not None:
             entry.forget()

@@ -90,7 +90,7 @@ class ControlDesk:
         front_ends: those that have joined.
         members: how many ranks get requests; those from there on are on their way in or out.
         coordinator_acknowledged: the last announcement of these that the coordinator has taken note of.
-        on_detach: called when a front end is gone.
+        on_join, on_detach: called when a front end has been welcomed, and when it is gone.
         dropped: how many messages were dropped, by reason.
     """
 
@@ -116,6 +116,7 @@ class ControlDesk:
         self._coordinator_peer = b""
         self.members = len(ranks)
         self.coordinator_acknowledged = 0
+        self.on_join: Callable[[FrontEnd], None] = lambda front_end: None
         self.on_detach: Callable[[FrontEnd], None] = lambda front_end: None
         self.front_ends = FrontEnds(token)
         self.dropped: Counter[str] = Counter()
@@ -307,6 +308,7 @@ class ControlDesk:
                 self.tell(front_end, Members(self._announced, self.members))
             if self._coordinator.place is not None:
                 self._control.send(sender, self._encode(self._coordinator.place))
+            self.on_join(front_end)
 
     def _on_attach(self, sender: bytes, attach: Attach) -> None:
         front_end = self.front_ends.get(sender)

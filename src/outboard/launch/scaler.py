@@ -114,6 +114,7 @@ class Scaler:
         self._asked_to_rest: set[int] = set()
         self._reconfigured: dict[int, str] = {}  # rank -> "", or why not
         self._drained: set[int] = set()
+        desk.on_join = self._on_join
         desk.on_detach = self._on_detach
         desk.handle(Scale, self._on_scale)
         desk.handle(CommitScale, self._on_commit)
@@ -145,6 +146,11 @@ class Scaler:
             self._take(order)
         except (ScaleError, ConfigError, UnsupportedError) as error:
             self._refuse(order, error)
+
+    def _on_join(self, front_end: FrontEnd) -> None:
+        """It has to know which ranks leave, so that it says LEAVE to them."""
+        if self._plan is not None and self._told is not None:
+            self._desk.tell(front_end, self._told)
 
     def _on_detach(self, front_end: FrontEnd) -> None:
         """It has left or died: what it wanted is taken back, if it still can be."""
