@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,6 @@ def nothing_left(short_tmp: Path) -> Iterator[None]:
     yield
     _, alive = psutil.wait_procs(children(), timeout=5)
     assert not alive, f"processes left: {[child.cmdline() for child in alive]}"
-    deadline = time.monotonic() + 5
-    while list(short_tmp.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.01)  # a warden, which outlives its owner for a moment, removes them
     assert not list(short_tmp.iterdir()), "files left"
     left = set(os.listdir("/proc/self/fd")) - descriptors  # noqa: PTH208
     # The default executor and ZeroMQ's garbage thread are the process's, and stay.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from contextlib import ExitStack
 from typing import Any, Self
@@ -21,6 +22,8 @@ __all__ = ["EngineAddresses", "EngineGroup", "launch_engines"]
 
 # After `shutdown_timeout` what remains is killed; the system may need some time for that.
 _KILL_BOUND = 30.0
+# What a launcher has to give back when the interpreter exits takes milliseconds; it may hold the exit up so long.
+_EXIT_BOUND = 2.0
 
 
 class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +102,7 @@ class EngineGroup:
             launcher.join(_KILL_BOUND)
             raise
         # The finalizer must not reach the group, or it would never run.
-        self._finalizer = weakref.finalize(self, launcher.abandon)
+        self._finalizer = weakref.finalize(self, _abandon, launcher)
 
     def __enter__(self) -> Self:
         return self
@@ -182,6 +185,13 @@ class EngineGroup:
     def abandon(self) -> None:
         """Has all ended in the background. For finalizers: takes no lock and never blocks."""
         self._launcher.abandon()
+
+
+def _abandon(launcher: Launcher) -> None:
+    """The finalizer: also runs when the interpreter exits, whose end would cut the launcher's thread off."""
+    launcher.abandon()
+    if os.getpid() == launcher.creator and not threading.main_thread().is_alive():
+        launcher.join(_EXIT_BOUND)
 
 
 def launch_engines(config: EngineConfig | str | type[Any], *, cancel_fd: int | None = None) -> EngineGroup:
