@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from outboard.dp.elastic import (
+from outboard.dp.elastic import ScalePlan
+from outboard.dp.elastic_steps import (
     Action,
     Announce,
     Drain,
@@ -18,7 +19,6 @@ from outboard.dp.elastic import (
     Quiesce,
     Reconfigure,
     Resume,
-    ScalePlan,
     Start,
     Stop,
 )
@@ -263,6 +263,24 @@ def test_too_late_to_go_back() -> None:
     world.settle()
     assert world.plan.state is ScaleState.DONE
     assert world.plan.reason == ""
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2)])
+def test_a_rank_that_starts_again_meanwhile_is_not_waited_for(old: int, new: int) -> None:
+    world = World(old, new, lockstep=False)
+    world.connected = True
+    world.end(0)
+    world.run()
+    if world.starting:
+        world.starting.clear()
+        world.ready.add(2)
+    world.answer("drained", 2)
+    world.run()
+    assert kinds(world)[-1] == "Reconfigure"
+    world.ready.add(0)  # it was not there to be told
+    world.settle()
+    assert world.plan.state is ScaleState.DONE
+    assert "rank 0 was not ready, and so not told" in world.plan.reason
 
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4)).filter(lambda sizes: sizes[0] != sizes[1])

@@ -17,116 +17,25 @@ then on. Before, any fault leads back to the old size; afterwards, all faults le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from enum import Enum, auto
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
+from outboard.dp.elastic_steps import (
+    Action,
+    Announce,
+    Drain,
+    Facts,
+    Kill,
+    Quiesce,
+    Reconfigure,
+    Resume,
+    Start,
+    Stop,
+)
 from outboard.protocol.control import ScaleState
 
-__all__ = [
-    "Action",
-    "Announce",
-    "Drain",
-    "Facts",
-    "Kill",
-    "Quiesce",
-    "Reconfigure",
-    "Resume",
-    "ScalePlan",
-    "Start",
-    "Stop",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start these ranks; they load, and meet nobody yet."""
-
-    ranks: range
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell all front ends, and the coordinator, that there are so many ranks now."""
-
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Have these ranks say when they are empty."""
-
-    ranks: range
-
-
-@dataclass(frozen=True, slots=True)
-class Quiesce:
-    """Have these ranks come to rest together."""
-
-    ranks: range
-
-
-@dataclass(frozen=True, slots=True)
-class Reconfigure:
-    """Tell these ranks of their group's size."""
-
-    ranks: range
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Let these ranks step again."""
-
-    ranks: range
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Ask these ranks to end: they have nothing left to do."""
-
-    ranks: range
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """End these ranks at once. None of them is started again, unless it is one of `size`."""
-
-    ranks: range
-    reason: str
-
-
-Action: TypeAlias = "Start | Announce | Drain | Quiesce | Reconfigure | Resume | Stop | Kill"
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """How things stand. Answers count only where they are to what was asked last.
-
-    Attributes:
-        ready: ranks that serve.
-        ended: ranks that have no process, and will get none, or have not been started.
-        connected: whether every front end is attached to every new rank, and the coordinator, if wanted, is there.
-        acknowledged: whether every front end and the coordinator have taken note of what was announced.
-        fallen: whether the lockstep group has fallen since it was last asked for something.
-        deaths: why ranks have ended.
-        quiet, drained, reconfigured: ranks that have said so.
-        refused: what ranks said that cannot be reconfigured.
-        waiting_for: who has not connected or acknowledged, for people.
-    """
-
-    ready: frozenset[int] = frozenset()
-    ended: frozenset[int] = frozenset()
-    connected: bool = True
-    acknowledged: bool = True
-    fallen: bool = False
-    deaths: Mapping[int, str] = field(default_factory=dict)
-    quiet: frozenset[int] = frozenset()
-    drained: frozenset[int] = frozenset()
-    reconfigured: frozenset[int] = frozenset()
-    refused: Mapping[int, str] = field(default_factory=dict)
-    waiting_for: str = ""
+__all__ = ["ScalePlan"]
 
 
 class _Stage(Enum):
@@ -186,6 +95,7 @@ class ScalePlan:
         self._stage = _Stage.NEW
         self._reconfigured = False  # whether ranks have been told of the new size
         self._quiesced = False
+        self._told: frozenset[int] = frozenset()  # independent ranks that have been told of the size, and serve since
         self._late = False  # whether what is waited for has been killed already
 
     # --- what it is about ---
@@ -321,7 +231,7 @@ class ScalePlan:
         if not facts.connected:
             return []
         if not self._lockstep:
-            return self._reconfigure()
+            return self._reconfigure(facts)
         if not facts.ready.issuperset(range(self.old_size)):
             return []  # its group is just being started again
         self._stage = _Stage.QUIESCING
@@ -346,6 +256,7 @@ class ScalePlan:
     def _let_go(self, facts: Facts, now: float) -> list[Action]:
         """Ranks that leave end, the others hear of it."""
         self._enter(_Stage.RECONFIGURING, now + self._long)
+        self._told = facts.ready.intersection(range(self.new_size))
         kills: list[Action] = [
             Kill(range(rank, rank + 1), f"was scaled away, and had not ended its requests within {self._drain:g} s")
             for rank in self.leaving
@@ -361,11 +272,12 @@ class ScalePlan:
         if not facts.quiet.issuperset(range(self.old_size)):
             return []
         if self.up:
-            return self._reconfigure()
+            return self._reconfigure(facts)
         return self._let_go(facts, now)
 
-    def _reconfigure(self) -> list[Action]:
+    def _reconfigure(self, facts: Facts) -> list[Action]:
         self._stage = _Stage.RECONFIGURING
+        self._told = facts.ready.intersection(range(self.new_size))
         self._reconfigured = True
         return [Reconfigure(range(self.new_size), self.new_size)]
 
@@ -378,8 +290,9 @@ class ScalePlan:
         if self.up and (lost := set(self.coming) - facts.ready):
             return self._lost(lost, facts, now)
         size = self.new_size
-        # An independent rank that is just being started again needs no telling.
-        waited_for = set(range(size)) if self._lockstep else facts.ready.intersection(range(size))
+        # An independent rank that was being started again, or has been since, needs no telling.
+        self._told &= facts.ready
+        waited_for = set(range(size)) if self._lockstep else self._told
         if not facts.reconfigured.issuperset(waited_for):
             return []
         if untold := set(range(size)) - waited_for:
@@ -402,8 +315,6 @@ class ScalePlan:
     def _leaving(self, facts: Facts, now: float) -> list[Action]:
         if not facts.ended.issuperset(self.leaving):
             return []
-        if self._quiesced and facts.fallen:
-            return self._after_restart(_Stage.DONE, range(self.new_size), facts)
         self._enter(_Stage.DONE, None)
         return []
 
@@ -423,27 +334,18 @@ class ScalePlan:
         if self.up and not facts.ended.issuperset(self.coming):
             return []
         old = range(self.old_size)
-        if not self._lockstep or not self._quiesced:
+        if not self._lockstep or not self._quiesced or facts.fallen:
             self._enter(_Stage.ROLLED_BACK, None)
             return []
-        if facts.fallen:
-            return self._after_restart(_Stage.ROLLED_BACK, old, facts)
         if self._reconfigured:
             self._enter(_Stage.RESTORING, now + self._long)
             return [Reconfigure(old, self.old_size)]
         self._enter(_Stage.ROLLED_BACK, None)
         return [Resume(old)]
 
-    def _after_restart(self, end: _Stage, ranks: range, facts: Facts) -> list[Action]:
-        """The pause that it was brought to rest by outlives a group: it is ended once the next one is there."""
-        if not facts.ready.issuperset(ranks) and not facts.ended.intersection(ranks):
-            return []
-        self._enter(end, None)
-        return [Resume(ranks)]
-
     def _restoring(self, facts: Facts, now: float) -> list[Action]:
         if facts.fallen:
-            self._enter(_Stage.CLEARING, now + self._timeout)
+            self._enter(_Stage.ROLLED_BACK, None)
             return []
         if facts.refused and not self._late:
             rank, why = next(iter(facts.refused.items()))

@@ -84,7 +84,7 @@ class LockstepLoop(BusyLoop):
         waves = self._place.waves
         self._tell(waves.rest(message.version))
         if waves.at_rest:  # for an earlier one that was not ended
-            self._scaling.quiet(message.version, was_paused=waves.paused)
+            self._scaling.quiet(message.version)
 
     def _on_reconfigure(self, message: Reconfigure) -> None:
         if not self._place.waves.at_rest:
@@ -102,7 +102,6 @@ class LockstepLoop(BusyLoop):
         self._tell(self._place.waves.report())
 
     def _on_resume(self, message: ResumeRank) -> None:
-        # A pause that a user wants is another matter, so nothing depends on `message.resume`.
         self._tell(self._place.waves.release(self._has_work))
 
     # --- steps ---
@@ -156,7 +155,7 @@ class LockstepLoop(BusyLoop):
         self._page.alive(BUSY)
         self._tell(waves.reduced(result, self._has_work))
         if waves.at_rest:
-            self._scaling.quiet(result.rest, was_paused=waves.paused)
+            self._scaling.quiet(result.rest)
         return True
 
     def _tell(self, report: RankReport | None) -> None:

@@ -271,7 +271,7 @@ class BusyLoop:
     # --- changes of size; ranks that do not step together need no rest for them ---
 
     def _on_quiesce(self, message: Quiesce) -> None:
-        self._scaling.quiet(message.version, was_paused=False)
+        self._scaling.quiet(message.version)
 
     def _on_reconfigure(self, message: Reconfigure) -> None:
         self._scaling.reconfigured(message.version)

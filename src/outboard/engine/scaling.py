@@ -77,9 +77,9 @@ class Scaling:
             self._notify(RECONFIGURE_FINISHED)
         self._say(Reconfigured(self._token, self._rank, version, error))
 
-    def quiet(self, version: int, was_paused: bool) -> None:
+    def quiet(self, version: int) -> None:
         """This rank rests."""
-        self._say(Quiet(self._token, self._rank, version, was_paused))
+        self._say(Quiet(self._token, self._rank, version))
 
     def _notify(self, kind: str) -> None:
         for client in self._clients:

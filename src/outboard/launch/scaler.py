@@ -7,7 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from outboard.config import EngineConfig
-from outboard.dp.elastic import (
+from outboard.dp.elastic import ScalePlan
+from outboard.dp.elastic_steps import (
     Action,
     Announce,
     Drain,
@@ -16,7 +17,6 @@ from outboard.dp.elastic import (
     Quiesce,
     Reconfigure,
     Resume,
-    ScalePlan,
     Start,
     Stop,
 )
@@ -110,8 +110,7 @@ class Scaler:
         self._drain_version = 0
         self._announced_version = 0
         self._falls = 0
-        self._quiet: dict[int, bool] = {}  # rank -> whether its group had been paused before
-        self._asked_to_rest: set[int] = set()
+        self._quiet: set[int] = set()
         self._reconfigured: dict[int, str] = {}  # rank -> "", or why not
         self._drained: set[int] = set()
         desk.on_join = self._on_join
@@ -252,7 +251,7 @@ class Scaler:
 
     def _on_quiet(self, sender: bytes, answer: Quiet) -> None:
         if self._is_answer(sender, answer, self._version):
-            self._quiet[answer.rank] = answer.was_paused
+            self._quiet.add(answer.rank)
 
     def _on_reconfigured(self, sender: bytes, answer: Reconfigured) -> None:
         if self._is_answer(sender, answer, self._version):
@@ -325,16 +324,12 @@ class Scaler:
                 self._ask(action.ranks, DrainRank(self._drain_version))
             case Quiesce():
                 self._quiet.clear()
-                self._asked_to_rest = set(action.ranks)
                 self._falls = self._group.falls
                 self._ask(action.ranks, control.Quiesce(self._next_version()))
             case Reconfigure():
                 self._reconfigure(action)
             case Resume():
-                # A rank that was asked late may have met the pause that an earlier one had asked for. Where not all
-                # have said, it goes on: somebody else's pause that is lost is better than one that nobody knows of.
-                paused = self._quiet.keys() == self._asked_to_rest and all(self._quiet.values())
-                self._ask(action.ranks, ResumeRank(self._next_version(), resume=not paused))
+                self._ask(action.ranks, ResumeRank(self._next_version()))
             case Stop():
                 for rank in self._of(action.ranks):
                     rank.stop(now, self._config.faults.shutdown_timeout)

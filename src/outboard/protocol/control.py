@@ -378,12 +378,11 @@ class Quiesce(msgspec.Struct, array_like=True, tag="quiesce"):
 
 
 class Quiet(msgspec.Struct, array_like=True, tag="quiet"):
-    """The rank rests. `was_paused`: its group had been paused by somebody else."""
+    """The rank rests, as do all of its group: no message but those of the launcher wakes any."""
 
     session_token: str
     rank: int
     version: int
-    was_paused: bool = False
 
 
 class Reconfigure(msgspec.Struct, array_like=True, tag="reconfigure"):
@@ -410,10 +409,9 @@ class Reconfigured(msgspec.Struct, array_like=True, tag="reconfigured"):
 
 
 class ResumeRank(msgspec.Struct, array_like=True, tag="resume_rank"):
-    """Ends `Quiesce`. `resume`: the group's pause is to end; it is not where somebody else had paused it."""
+    """Ends `Quiesce`. A pause that somebody asked for is another matter, and holds on."""
 
     version: int
-    resume: bool = True
 
 
 class DrainRank(msgspec.Struct, array_like=True, tag="drain_rank"):
