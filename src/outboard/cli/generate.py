@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from outboard.frontend.llm import AsyncLLM
 from outboard.frontend.outputs import RequestOutput
 from outboard.frontend.prompt import Prompt
 from outboard.frontend.signals import ShutdownSignals
+from outboard.launch.thread_signals import leave_signals_to_main
 from outboard.protocol.sampling import SamplingParams
 
 __all__ = ["generate"]
@@ -74,6 +76,8 @@ def _no_news_of_deaths() -> Iterator[None]:
 
 
 async def _generate(config: EngineConfig, prompt: Prompt, params: SamplingParams, as_json: bool) -> int:
+    # No thread of this program takes the signals that the main one is to act upon, even while a write blocks it.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(initializer=leave_signals_to_main))
     text: list[str] = []
     token_ids: list[int] = []
     last: RequestOutput | None = None

@@ -23,6 +23,7 @@ from outboard.launch.lockstep import LockstepGroup
 from outboard.launch.rank import EngineRank
 from outboard.launch.scaler import ScaleOrder, Scaler
 from outboard.launch.startup import InitMaker, StartCancelled
+from outboard.launch.thread_signals import leave_signals_to_main
 from outboard.protocol.control import EngineState
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, ZmqContext
@@ -148,6 +149,7 @@ class Launcher:
     # --- the thread ---
 
     def _run(self) -> None:
+        leave_signals_to_main()  # a warden unblocks them for what it starts
         try:
             now = time.monotonic()
             for rank in self._ranks:
