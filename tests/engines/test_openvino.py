@@ -25,6 +25,12 @@ pytestmark = [pytest.mark.openvino, pytest.mark.xdist_group("openvino")]
 MAX_STEPS = 2000
 FRANCE, PARIS = [504, 3575, 282, 4649, 314], 7042  # "The capital of France is", " Paris"
 CHAT = [1, 4093, 198, 36218, 15876, 30, 2, 198, 1, 520, 9531, 198]  # the user asks to say hi
+# Asks for the capital of France, with the template's system message: the answer is one short sentence on every CPU.
+# What others are answered differs with the instructions that a CPU has.
+SHORT = [
+    *(1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198),
+    *(1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198),
+]
 EOS = 2
 
 
@@ -218,18 +224,18 @@ def test_seeds(driver: Driver) -> None:
 
 
 def test_end_of_sequence(driver: Driver) -> None:
-    plain = driver.add(CHAT, max_tokens=40)
+    plain = driver.add(SHORT, max_tokens=40)
     driver.run()
     assert plain.tokens[-1] == EOS
     assert plain.tokens.count(EOS) == 1
     assert plain.finish == ("stop", None)
 
-    onward = driver.add(CHAT, max_tokens=40, ignore_eos=True)
+    onward = driver.add(SHORT, max_tokens=40, ignore_eos=True)
     driver.run()
     assert onward.tokens[: len(plain.tokens)] == plain.tokens
     assert (len(onward.tokens), onward.finish) == (40, ("length", None))
 
-    later = driver.add(CHAT, max_tokens=40, min_tokens=30)
+    later = driver.add(SHORT, max_tokens=40, min_tokens=30)
     driver.run()
     assert len(later.tokens) >= 30
     assert EOS not in later.tokens[:30]
