@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from outboard._version import __version__
-from outboard.cli import engines, generate, models
+from outboard.cli import engines, generate, models, serve
 
 __all__ = ["app"]
 
@@ -19,6 +19,7 @@ app = typer.Typer(
     help="Run an inference engine in a process of its own.",
 )
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
 app.command("engines")(engines.engines)
 app.add_typer(models.app, name="models")
 

@@ -276,6 +276,28 @@ class MPClient(EngineCoreClient):
         """The state of every engine core, by rank, as this client has taken note of it."""
         return [status for _, status in sorted(self._membership.told.items())]
 
+    @property
+    def addresses(self) -> EngineAddresses:
+        """What other front ends must know to join the same engine cores. It holds the session's secret."""
+        return self._membership.addresses
+
+    def engine_progress(self, rank: int = 0) -> tuple[int, float] | None:
+        """Steps that an engine core has taken in its present incarnation, and seconds since its last sign of life.
+
+        None where it does not run. Reads shared memory; asks nobody.
+        """
+        link = self._membership.links.get(rank)
+        return None if link is None or link.stall is None or link.ending else link.stall.progress()
+
+    def kill_engine(self, rank: int, reason: str) -> None:
+        """Has an engine core killed; the restart policy decides what comes then. Returns at once.
+
+        Args:
+            reason: what the error of whatever it was at says.
+        """
+        self.validate_alive()
+        self._membership.kill(rank, reason)
+
     def subscribe(self, on_status: OnStatus) -> Callable[[], None]:
         """Calls `on_status(status)` with every change of an engine core's state, and once more when the client ends.
 

@@ -95,6 +95,7 @@ class Membership:
         only_rank: the one rank that this client has to do with; None: all.
 
     Attributes:
+        addresses: of the launcher and all that it keeps.
         members: ranks below this get requests; others are on their way in or out.
         traffic: what is asked of the engine cores.
         scaling: hears of changes of the number of ranks; None: nobody does.
@@ -122,7 +123,7 @@ class Membership:
         self._routing = routing
         self._only_rank = only_rank
         config = addresses.config
-        self._addresses = addresses
+        self.addresses = addresses
         self._config = config
         self._client_index = client_index
         self._context = context
@@ -163,7 +164,7 @@ class Membership:
             EngineDeadError: the launcher refuses, does not answer, or is gone.
         """
         self._launcher.tell(
-            Join(PROTOCOL_VERSION, __version__, self._addresses.session_token, self._client_index, os.getpid())
+            Join(PROTOCOL_VERSION, __version__, self.addresses.session_token, self._client_index, os.getpid())
         )
         # An engine core that is just being started again is waited for as at the first start.
         deadline = time.monotonic() + _JOIN_TIMEOUT
@@ -172,7 +173,7 @@ class Membership:
             left = (startup_deadline if self._slot >= 0 else deadline) - time.monotonic()
             if left <= 0:
                 raise EngineStartupError(
-                    f"the launcher (pid {self._addresses.launcher_pid}) did not let this front end join in time; is it "
+                    f"the launcher (pid {self.addresses.launcher_pid}) did not let this front end join in time; is it "
                     "stopped?",
                     phase="start-up",
                 )
@@ -396,7 +397,7 @@ class Membership:
             self._client_index,
             self._config,
             self._context,
-            self._addresses.directory,
+            self.addresses.directory,
             self._input,
             self._pending,
             self,
@@ -544,6 +545,10 @@ class Membership:
             self._kill(rank, self.statuses[rank].incarnation, reason)
         else:  # others may be served well
             self.fail(EngineDeadError(reason, rank=rank))
+
+    def kill(self, rank: int, reason: str) -> None:
+        """Has the present incarnation of an engine core killed."""
+        self._kill(rank, self.statuses[rank].incarnation, reason)
 
     def _kill(self, rank: int, incarnation: int, reason: str, report: ErrorReport | None = None) -> None:
         status = self.statuses.get(rank)

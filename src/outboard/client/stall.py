@@ -80,6 +80,11 @@ class StallWatch:
             self._cpu = (now, self._cpu_seconds())
         return age
 
+    def progress(self) -> tuple[int, float]:
+        """Steps that it has taken, and seconds since its last sign of life."""
+        page = self._page.read()
+        return page.steps, max(0.0, time.monotonic() - page.time / 1e9)
+
     def ask_for_stack(self) -> None:
         """Has the process dump its Python stack; `report` finds it a moment later, unless it is stopped."""
         self._stack_from = os.fstat(self._stack_fd).st_size

@@ -301,9 +301,12 @@ class BusyLoop:
     def _admit(self, request: EngineCoreRequest) -> None:
         try:
             self._engine.add_request(request)
+        except InvalidRequestError as error:
+            self._batch.add(
+                request.request_id, finish_reason="error", stop_reason="invalid_request", error=describe(error)
+            )
         except Exception as error:
-            if not isinstance(error, InvalidRequestError):
-                logger.exception("add_request failed for request %r", request.external_req_id)
+            logger.exception("add_request failed for request %r", request.external_req_id)
             self._batch.add(request.request_id, finish_reason="error", error=describe(error))
 
     def _refuse(self, client: Client, item: BadRequest) -> None:

@@ -20,7 +20,8 @@ class CompletionOutput(msgspec.Struct, gc=False):
         text: text of the tokens; "" with `detokenize=False`.
         token_ids: the tokens.
         finish_reason: "stop", "length", "abort" or "error" at the end, else None.
-        stop_reason: the stop string or stop token that ended it; None for the end-of-sequence token.
+        stop_reason: the stop string or stop token that ended it; None for the end-of-sequence token. With "error":
+            "invalid_request" where the engine refused the request.
         logprobs: one dict a token: token id -> log probability; None unless asked for.
         result: output of an engine that is not a language model.
         error: why it ended with "error".

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: API processes around `AsyncLLM`, and the supervisor that owns the engine cores."""

@@ -1,0 +1,233 @@
+"""The answer to a request while it is made: written as a stream of events, or once as a document."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import msgspec
+
+from outboard.frontend.outputs import CompletionOutput, RequestOutput
+from outboard.serve.errors import ApiError
+from outboard.serve.formats import DONE, Format, Usage
+from outboard.serve.outlet import Outlet, Send
+
+__all__ = ["Answer", "StreamedAnswer", "WholeAnswer"]
+
+_encode_text = msgspec.json.Encoder().encode
+
+
+class Answer(ABC):
+    """What is told of the outputs of one request of the API. Belongs to its loop.
+
+    Args:
+        send: the server's.
+        form: of the answer.
+        headers: of the answer, beside its type.
+
+    Attributes:
+        status: of HTTP; 0: nothing was written yet.
+        usage: counts so far; those of prompts are the caller's.
+    """
+
+    def __init__(self, send: Send, form: Format, headers: list[tuple[bytes, bytes]]) -> None:
+        self._outlet = Outlet(send, self._on_free)
+        self._form = form
+        self._headers = headers
+        self.status = 0
+        self.usage = Usage()
+
+    @abstractmethod
+    def add(self, base: int, output: RequestOutput) -> None:
+        """Takes an output in; its completions are the choices from `base` on."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """All outputs are in."""
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> None:
+        """Ends it with an error."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether the connection is of no use any more."""
+        return self._outlet.failed
+
+    def close(self) -> None:
+        """Lets go of the connection."""
+        self._outlet.close()
+
+    @abstractmethod
+    def _on_free(self) -> None:
+        """The connection takes more again."""
+
+    def _write_document(self, status: int, body: bytes, more: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *more]
+        self._outlet.start(status, headers + self._headers, body, False)
+
+    def _write_error(self, error: ApiError) -> None:
+        more = [] if error.retry_after is None else [(b"retry-after", b"%d" % error.retry_after)]
+        self._write_document(error.status, error.body, more)
+
+
+class WholeAnswer(Answer):
+    """One document at the end."""
+
+    def __init__(self, send: Send, form: Format, headers: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(send, form, headers)
+        self._completions: dict[int, CompletionOutput] = {}
+
+    def add(self, base: int, output: RequestOutput) -> None:
+        for one in output.outputs:
+            self._completions[base + one.index] = one
+            self.usage.completion_tokens += len(one.token_ids)
+
+    def finish(self) -> None:
+        completions = [one for _, one in sorted(self._completions.items())]
+        self._write_document(200, self._form.document(completions, self.usage), [])
+
+    def fail(self, error: ApiError) -> None:
+        self._write_error(error)
+
+    def _on_free(self) -> None:
+        pass  # there is nothing more to write
+
+
+class StreamedAnswer(Answer):
+    """Server-sent events, one write a message of the engine core.
+
+    The head goes out with the first output, so that a request that never gets that far has a status of its own. While
+    the connection takes no more, what is new merges; where that becomes too much, or lasts too long, `on_slow` is
+    called.
+
+    Args:
+        send, form, headers: as `Answer`.
+        with_usage: the stream ends with an event of counts.
+        with_all_usage: every event has them.
+        slow_bytes: text that may be held back.
+        slow_timeout: seconds that the connection may take.
+        on_slow: ends the request.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        form: Format,
+        headers: list[tuple[bytes, bytes]],
+        *,
+        with_usage: bool,
+        with_all_usage: bool,
+        slow_bytes: int,
+        slow_timeout: float,
+        on_slow: Callable[[], None],
+    ) -> None:
+        super().__init__(send, form, headers)
+        self._with_usage = with_usage
+        self._with_all_usage = with_all_usage
+        self._slow_bytes = slow_bytes
+        self._slow_timeout = slow_timeout
+        self._on_slow = on_slow
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # by choice; it has one once it is opened
+        self._held: dict[int, CompletionOutput] = {}  # by choice, while the connection takes no more
+        self._held_bytes = 0
+        self._last: bytes | None = None  # what is to be written behind that
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, base: int, output: RequestOutput) -> None:
+        outputs = output.outputs
+        one = outputs[0]
+        self.usage.completion_tokens += len(one.token_ids)
+        # The hot path: a text and nothing else.
+        around = self._around.get(base + one.index)
+        if around is not None and len(outputs) == 1 and one.finish_reason is None and one.logprobs is None:
+            if not one.text:
+                return  # the token is part of a character
+            if not self._outlet.busy and not self._with_all_usage:
+                self._outlet.body(around[0] + _encode_text(one.text) + around[1])
+                return
+        for other in outputs[1:]:
+            self.usage.completion_tokens += len(other.token_ids)
+        if self._outlet.busy:
+            for one in outputs:
+                self._hold(base + one.index, one)
+            self._begin_to_be_slow()
+            return
+        self._write(b"".join(self._event(base + one.index, one) for one in outputs))
+
+    def finish(self) -> None:
+        self._end((self._form.usage_event(self.usage) if self._with_usage else b"") + DONE)
+
+    def fail(self, error: ApiError) -> None:
+        if not self.status:
+            self._write_error(error)
+        else:
+            self._end(b"data: " + error.body + b"\n\n" + DONE)
+
+    def close(self) -> None:
+        self._stop_timer()
+        super().close()
+
+    def _end(self, last: bytes) -> None:
+        if self._outlet.busy:
+            self._last = last
+            self._begin_to_be_slow()
+        else:
+            self._write(last, more_body=False)
+
+    def _write(self, events: bytes, more_body: bool = True) -> None:
+        if self.status:
+            self._outlet.body(events, more_body)
+            return
+        self.status = 200
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        # Proxies such as nginx hold answers back unless they are told.
+        headers.append((b"x-accel-buffering", b"no"))
+        self._outlet.start(200, headers + self._headers, events, more_body)
+
+    def _event(self, choice: int, new: CompletionOutput) -> bytes:
+        opening = b""
+        if choice not in self._around:
+            self._around[choice] = self._form.around_text(choice)
+            opening = self._form.opening(choice)
+        if not new.text and new.finish_reason is None and new.logprobs is None:
+            return opening
+        return opening + self._form.event(choice, new, self.usage if self._with_all_usage else None)
+
+    # --- while the connection takes no more ---
+
+    def _hold(self, choice: int, new: CompletionOutput) -> None:
+        self._held_bytes += len(new.text) + 64 * len(new.logprobs or ())
+        held = self._held.get(choice)
+        if held is None:
+            self._held[choice] = new
+            return
+        held.text += new.text
+        held.token_ids += new.token_ids
+        if new.logprobs is not None:
+            held.logprobs = (held.logprobs or []) + new.logprobs
+        held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
+
+    def _begin_to_be_slow(self) -> None:
+        if self._held_bytes > self._slow_bytes:
+            self._on_slow()
+        elif self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._slow_timeout, self._on_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_free(self) -> None:
+        self._stop_timer()
+        held, self._held, self._held_bytes = self._held, {}, 0
+        events = b"".join(self._event(choice, new) for choice, new in held.items())
+        last, self._last = self._last, None
+        if last is not None:
+            self._write(events + last, more_body=False)
+        elif events:
+            self._write(events)

@@ -1,0 +1,107 @@
+"""uvicorn as it is used here: no signals of its own, and a time limit for the header of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+__all__ = ["HttpServer", "allow_many_connections"]
+
+# Of idle connections; longer than that of usual proxies, which then close first.
+_KEEP_ALIVE = 75
+_BACKLOG = 2048
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server on a socket that is bound already.
+
+    Args:
+        app: an ASGI application.
+        receive_timeout: seconds that the header of a request may take, from its connection or its first byte on.
+        on_second: awaited about once a second.
+    """
+
+    def __init__(
+        self, app: Any, receive_timeout: float, on_second: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        protocol = type("Protocol", (_PatientProtocol,), {"receive_timeout": receive_timeout})
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE,
+            callback_notify=on_second,
+            timeout_notify=1,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes none: whoever runs this has its own."""
+        yield
+
+    def drain(self, timeout: float) -> None:
+        """Has `serve` return once all answers are complete, at the latest after `timeout` seconds."""
+        self.config.timeout_graceful_shutdown = max(1, round(timeout))
+        self.should_exit = True
+
+
+class _PatientProtocol(HttpToolsProtocol):
+    """Closes a connection that does not get a request's header across in time, such as one that sends a byte a minute.
+
+    uvicorn has a limit for the time between requests, and none for this.
+    """
+
+    receive_timeout = 30.0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._await_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._header_came()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_header()
+
+    def on_headers_complete(self) -> None:
+        self._header_came()
+        super().on_headers_complete()
+
+    def _await_header(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.receive_timeout, self._too_slow)
+
+    def _header_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _too_slow(self) -> None:
+        self._header_timer = None
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+def allow_many_connections() -> None:
+    """Raises the limit of open descriptors as far as the system lets this process."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (ValueError, OSError):
+        pass  # what there is has to do
