@@ -164,7 +164,8 @@ def measure(server: str, job: Job) -> Sample:
         tokens, reads = load.tokens - tokens, load.reads - reads
         metrics = _metrics_ms(port) if server == "outboard" else 0.0
         load.close()
-    return Sample(server, tokens / wall, *(cpu / tokens for cpu in used), tokens / reads, metrics)
+    api_ns, engine_ns, load_ns = (cpu / tokens for cpu in used)
+    return Sample(server, tokens / wall, api_ns, engine_ns, load_ns, tokens / reads, metrics)
 
 
 def _metrics_ms(port: int) -> float:

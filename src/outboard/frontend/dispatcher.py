@@ -166,14 +166,22 @@ class Dispatcher:
         """Moves the fresh tokens of these slots on: through the detokenizer, to readers and call-backs."""
         if self._detokenizer is not None:
             self._detokenizer.step(
-                (slot.text_state, self._tokens_with_text(slot), slot.finish_reason is not None)
+                (slot.text_state, slot.fresh, False)
+                if slot.finish_reason is None
+                else (slot.text_state, self._tokens_with_text(slot), True)
                 for slot in touched
                 if slot.text_state is not None
             )
         stopped = []
+        texts: list[Slot] = []
+        others: list[Slot] = []
         for slot in touched:
-            slot.absorb_fresh()
             state = slot.text_state
+            if slot.on_text is not None and not slot.more and not (state is None or state.stop_reason or state.error):
+                texts.append(slot)
+                continue
+            others.append(slot)
+            slot.absorb_fresh()
             if state is not None:
                 slot.text += state.text_delta
                 state.text_delta = ""
@@ -186,7 +194,10 @@ class Dispatcher:
                 stopped += self._overflow(slot)
         if stopped:
             self._abort_handles(stopped)
-        self._notify(touched)
+        if others:
+            self._notify(others)
+        for slot in texts:
+            self._call_back_with_text(slot)
 
     def _tokens_with_text(self, slot: Slot) -> list[int]:
         """The fresh tokens without the one that stopped it: as in vLLM it is among the tokens, not in the text."""
@@ -232,10 +243,30 @@ class Dispatcher:
         try:
             stream.emit()
         except Exception:
-            logger.exception("the on_output of request %r raised; the request is aborted", request.request_id)
-            request.stream = None
-            request.on_output = None
-            self.abort(request.slots)
+            self._give_up(request)
+
+    def _call_back_with_text(self, slot: Slot) -> None:
+        """As `_call_back`, where the fresh tokens and their text are all there is: without an output made of them."""
+        on_text, state = slot.on_text, slot.text_state
+        assert on_text is not None and state is not None  # see `_advance`
+        if slot.more:  # another call-back ended it just now
+            return
+        count = len(slot.fresh)
+        slot.fresh = []
+        slot.taken += count
+        text = state.text_delta
+        state.text_delta = ""
+        try:
+            on_text(text, count)
+        except Exception:
+            self._give_up(slot.request)
+
+    def _give_up(self, request: RequestState) -> None:
+        """Its call-back raised."""
+        logger.exception("the call-back of request %r raised; the request is aborted", request.request_id)
+        request.stream = None
+        request.on_output = None
+        self.abort(request.slots)
 
     # --- ends ---
 

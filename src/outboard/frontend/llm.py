@@ -16,7 +16,7 @@ from outboard.engine.core import Tokenizer
 from outboard.errors import ClientClosedError, ConfigError, InvalidRequestError, UnsupportedError
 from outboard.frontend.prompt import Prompt
 from outboard.frontend.running import RunningEngine
-from outboard.frontend.slot import OnOutput, Slot
+from outboard.frontend.slot import OnOutput, OnText, Slot
 from outboard.frontend.stream import RequestStream
 from outboard.launch.group import EngineAddresses
 from outboard.protocol.control import EngineState, EngineStatus
@@ -192,6 +192,7 @@ class AsyncLLM:
         on_output: OnOutput,
         request_id: str | None = None,
         *,
+        on_text: OnText | None = None,
         inputs: Any = None,
         data_parallel_rank: int | None = None,
     ) -> RequestStream:
@@ -199,6 +200,12 @@ class AsyncLLM:
 
         `on_output(output)` is called on the loop while a message is dispatched, so it must be quick; an exception of
         its own aborts the request. The last call has an output with `finished`, or an `OutboardError`.
+
+        Args:
+            on_text: called as `on_text(text, count)` in place of `on_output`, where an output would have a text (which
+                may be empty), a count of tokens and nothing else. The first output and the last one are never such, nor
+                are those with log probabilities. Needs `n=1` and "delta" outputs; else it is not called.
+            prompt, sampling_params, request_id, inputs, data_parallel_rank: as `generate`.
 
         Returns:
             the stream, whose `abort` ends the request; it need not be kept.
@@ -209,6 +216,8 @@ class AsyncLLM:
         """
         stream = self._stream(prompt, sampling_params, request_id, inputs, data_parallel_rank, on_output)
         stream.state.stream = stream
+        if stream.params.n == 1 and stream.params.output_kind == "delta":
+            stream.state.on_text = on_text
         try:
             await stream.begin()
         except BaseException:

@@ -20,9 +20,10 @@ from outboard.protocol.sampling import FinishReason
 if TYPE_CHECKING:
     from outboard.frontend.stream import RequestStream
 
-__all__ = ["OnOutput", "RequestState", "Slot"]
+__all__ = ["OnOutput", "OnText", "RequestState", "Slot"]
 
 OnOutput = Callable[[RequestOutput | OutboardError], None]
+OnText = Callable[[str, int], None]
 
 
 class Slot:
@@ -42,6 +43,8 @@ class Slot:
         fresh: tokens of the current message, where they are to be detokenized.
         direct: whether the dispatcher must do more for it than add the token and wake: detokenize, call back, or note
             that this is the first token.
+        on_text: called with each further text, in place of `on_output`, while there is nothing else to tell; set once
+            there was a first output.
         open: whether more is to come; not before it is sent, nor after its end.
         taken: how many tokens were taken.
         finish_reason, stop_reason, error: set at the end.
@@ -56,6 +59,7 @@ class Slot:
         "index",
         "logprobs",
         "more",
+        "on_text",
         "open",
         "request",
         "result_bytes",
@@ -82,6 +86,7 @@ class Slot:
         self.text_state = text_state
         self.fresh: list[int] = []
         self.direct = True
+        self.on_text: OnText | None = None
         self.open = False
         self.taken = 0
         self.finish_reason: FinishReason | None = None
@@ -98,6 +103,8 @@ class Slot:
         if request.metrics.time_to_first_token is None:
             request.metrics.time_to_first_token = request.age()
         self.direct = self.text_state is not None or request.on_output is not None
+        if self.text_state is not None:
+            self.on_text = request.on_text
         if self.token_ids is None:
             self.token_ids = fresh
         else:
@@ -146,6 +153,7 @@ class RequestState:
         waiter: what its reader awaits; None before it is sent.
         failure: ended the request from outside, such as the engine's death; raised once the slots are empty.
         on_output: called back with each output, instead of a reader that is woken.
+        on_text: called back with (text, count of tokens) instead, where that says it all.
         stream: keeps the stream alive while there is `on_output`: then nobody else need hold it.
     """
 
@@ -155,6 +163,7 @@ class RequestState:
         "final_only",
         "metrics",
         "on_output",
+        "on_text",
         "request_id",
         "slots",
         "stream",
@@ -171,6 +180,7 @@ class RequestState:
         self.metrics = RequestMetrics(arrival_time=time.time())
         self.failure: OutboardError | None = None
         self.on_output = on_output
+        self.on_text: OnText | None = None
         self.stream: RequestStream | None = None
         self._started = time.monotonic()
 

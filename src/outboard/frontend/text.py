@@ -134,6 +134,19 @@ class TextState:
         else:
             self.text_delta += new
 
+    def _feed_plain(self, text: str) -> None:
+        """As `_feed`, where nothing can stop it and no character is unfinished: the usual case."""
+        new = text[self._seen :]
+        if not new:
+            self._feed(text)
+            return
+        self._phase = _IDLE
+        self._seen = len(text)
+        self._grown = length = len(self._window)
+        if length - self._mark >= STRIDE:
+            self._move_window(unseen=0)
+        self.text_delta += new
+
     def _move_window(self, unseen: int) -> None:
         del self._window[: self._mark]
         self._mark = self._grown = self._context = len(self._window)
@@ -249,5 +262,7 @@ class BatchDetokenizer:
         for state, text in zip(states, texts, strict=False):
             if state._context or state._bound:
                 state._feed_with_extra(text, extra)
-            else:
+            elif state._phase == _LAST or state._stops or text.endswith(REPLACEMENT):
                 state._feed(text)
+            else:
+                state._feed_plain(text)

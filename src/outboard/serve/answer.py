@@ -10,8 +10,9 @@ import msgspec
 
 from outboard.frontend.outputs import CompletionOutput, RequestOutput
 from outboard.serve.errors import ApiError
+from outboard.serve.exchange import Exchange
 from outboard.serve.formats import DONE, Format, Usage
-from outboard.serve.outlet import Outlet, Send
+from outboard.serve.outlet import Outlet
 
 __all__ = ["Answer", "StreamedAnswer", "WholeAnswer"]
 
@@ -22,25 +23,30 @@ class Answer(ABC):
     """What is told of the outputs of one request of the API. Belongs to its loop.
 
     Args:
-        send: the server's.
+        exchange: to answer.
         form: of the answer.
-        headers: of the answer, beside its type.
 
     Attributes:
+        id: of it, unique.
         status: of HTTP; 0: nothing was written yet.
         usage: counts so far; those of prompts are the caller's.
     """
 
-    def __init__(self, send: Send, form: Format, headers: list[tuple[bytes, bytes]]) -> None:
-        self._outlet = Outlet(send, self._on_free)
+    def __init__(self, exchange: Exchange, form: Format) -> None:
+        self._outlet = Outlet(exchange.send, self._on_free, exchange.write_chunk)
         self._form = form
-        self._headers = headers
+        self.id = form.id
+        self._headers = exchange.answer_headers
         self.status = 0
         self.usage = Usage()
 
     @abstractmethod
     def add(self, base: int, output: RequestOutput) -> None:
         """Takes an output in; its completions are the choices from `base` on."""
+
+    def add_text(self, choice: int, text: str, count: int) -> None:
+        """As `add`, of a choice that has had an output before: a text of so many tokens and nothing else."""
+        self.add(choice, RequestOutput("", [CompletionOutput(0, text, [0] * count)], False))
 
     @abstractmethod
     def finish(self) -> None:
@@ -49,11 +55,6 @@ class Answer(ABC):
     @abstractmethod
     def fail(self, error: ApiError) -> None:
         """Ends it with an error."""
-
-    @property
-    def broken(self) -> bool:
-        """Whether the connection is of no use any more."""
-        return self._outlet.failed
 
     def close(self) -> None:
         """Lets go of the connection."""
@@ -76,8 +77,8 @@ class Answer(ABC):
 class WholeAnswer(Answer):
     """One document at the end."""
 
-    def __init__(self, send: Send, form: Format, headers: list[tuple[bytes, bytes]]) -> None:
-        super().__init__(send, form, headers)
+    def __init__(self, exchange: Exchange, form: Format) -> None:
+        super().__init__(exchange, form)
         self._completions: dict[int, CompletionOutput] = {}
 
     def add(self, base: int, output: RequestOutput) -> None:
@@ -104,7 +105,7 @@ class StreamedAnswer(Answer):
     called.
 
     Args:
-        send, form, headers: as `Answer`.
+        exchange, form: as `Answer`.
         with_usage: the stream ends with an event of counts.
         with_all_usage: every event has them.
         slow_bytes: text that may be held back.
@@ -114,9 +115,8 @@ class StreamedAnswer(Answer):
 
     def __init__(
         self,
-        send: Send,
+        exchange: Exchange,
         form: Format,
-        headers: list[tuple[bytes, bytes]],
         *,
         with_usage: bool,
         with_all_usage: bool,
@@ -124,7 +124,7 @@ class StreamedAnswer(Answer):
         slow_timeout: float,
         on_slow: Callable[[], None],
     ) -> None:
-        super().__init__(send, form, headers)
+        super().__init__(exchange, form)
         self._with_usage = with_usage
         self._with_all_usage = with_all_usage
         self._slow_bytes = slow_bytes
@@ -138,24 +138,24 @@ class StreamedAnswer(Answer):
 
     def add(self, base: int, output: RequestOutput) -> None:
         outputs = output.outputs
-        one = outputs[0]
-        self.usage.completion_tokens += len(one.token_ids)
-        # The hot path: a text and nothing else.
-        around = self._around.get(base + one.index)
-        if around is not None and len(outputs) == 1 and one.finish_reason is None and one.logprobs is None:
-            if not one.text:
-                return  # the token is part of a character
-            if not self._outlet.busy and not self._with_all_usage:
-                self._outlet.body(around[0] + _encode_text(one.text) + around[1])
-                return
-        for other in outputs[1:]:
-            self.usage.completion_tokens += len(other.token_ids)
+        for one in outputs:
+            self.usage.completion_tokens += len(one.token_ids)
         if self._outlet.busy:
             for one in outputs:
                 self._hold(base + one.index, one)
             self._begin_to_be_slow()
+        elif events := b"".join(self._event(base + one.index, one) for one in outputs):
+            self._write(events)
+
+    def add_text(self, choice: int, text: str, count: int) -> None:
+        # The hot path: nearly all tokens come here.
+        if self._outlet.busy or self._with_all_usage:
+            super().add_text(choice, text, count)
             return
-        self._write(b"".join(self._event(base + one.index, one) for one in outputs))
+        self.usage.completion_tokens += count
+        if text:  # else the token is part of a character
+            before, behind = self._around[choice]
+            self._outlet.body(before + _encode_text(text) + behind)
 
     def finish(self) -> None:
         self._end((self._form.usage_event(self.usage) if self._with_usage else b"") + DONE)

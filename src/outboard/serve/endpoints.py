@@ -80,9 +80,8 @@ class _GenerationEndpoint(Generic[_R]):
             answer: Answer
             if record.streamed:
                 answer = StreamedAnswer(
-                    exchange.send,
+                    exchange,
                     form,
-                    exchange.answer_headers,
                     with_usage=with_usage,
                     with_all_usage=with_all_usage,
                     slow_bytes=config.slow_reader_bytes,
@@ -90,7 +89,7 @@ class _GenerationEndpoint(Generic[_R]):
                     on_slow=lambda: generation.slow(),
                 )
             else:
-                answer = WholeAnswer(exchange.send, form, exchange.answer_headers)
+                answer = WholeAnswer(exchange, form)
             generation = Generation(service.llm, answer, ticket, record, timeout)
             service.begin(generation)
             try:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from outboard.serve.errors import ApiError
-from outboard.serve.outlet import Send
+from outboard.serve.http_server import WRITE_CHUNK
+from outboard.serve.outlet import Send, WriteChunk
 
 __all__ = ["Exchange", "Receive", "Scope"]
 
@@ -29,6 +30,7 @@ class Exchange:
         headers: of the request, by lower-case name; of several the last.
         request_id: the client's `x-request-id`, or a random one.
         send: the server's.
+        write_chunk: see `Outlet`.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,6 +38,7 @@ class Exchange:
         asked = self.headers.get(b"x-request-id", b"")
         self.request_id = asked.decode() if _USABLE_ID.fullmatch(asked) else secrets.token_hex(16)
         self.send = send
+        self.write_chunk: WriteChunk | None = scope.get("extensions", {}).get(WRITE_CHUNK)
         self._receive = receive
 
     @property

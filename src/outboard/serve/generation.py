@@ -70,7 +70,8 @@ class Generation:
                     prompt,
                     params,
                     functools.partial(self._on_output, number * params.n),
-                    f"{self._record.request_id}-{number}" if len(prompts) > 1 else self._record.request_id,
+                    on_text=functools.partial(self._answer.add_text, number) if params.n == 1 else None,
+                    request_id=self._answer.id if len(prompts) == 1 else f"{self._answer.id}-{number}",
                 )
             except Exception as error:
                 self.fail(error)
@@ -132,8 +133,6 @@ class Generation:
             if not self._unfinished:
                 self._end()
                 self._answer.finish()
-        if self._answer.broken:
-            self.close()
 
     def _note_ends(self, output: RequestOutput) -> bool:
         """Takes note of completions that ended; False where that ends it all."""
