@@ -14,7 +14,7 @@ from outboard.client.delivery import FailedOutputs
 from outboard.engine.core import Tokenizer
 from outboard.errors import EngineDeadError, OutboardError, SlowReaderError
 from outboard.frontend.slot import RequestState, Slot
-from outboard.frontend.text import BatchDetokenizer
+from outboard.frontend.text import BatchDetokenizer, TextState
 from outboard.frontend.waiter import Waiter, Wake, WakeBatch
 from outboard.protocol.messages import EngineCoreOutputs, OutputExtras
 from outboard.protocol.sampling import FinishReason
@@ -89,12 +89,18 @@ class Dispatcher:
             return
         touched: list[Slot] = []
         wakes: list[Wake] = []
+        texts: list[Slot] = []
+        text_tokens: list[int] = []
         get = self._slots.get
         for handle, token in zip(message.handles, message.tokens, strict=True):
             slot = get(handle)
             if slot is None:
                 continue
             if slot.direct:
+                if slot.on_text is not None:
+                    texts.append(slot)
+                    text_tokens.append(token)
+                    continue
                 if not slot.fresh:
                     touched.append(slot)
                 slot.fresh.append(token)
@@ -114,6 +120,8 @@ class Dispatcher:
             self._wake_batch.add(wakes)
         if touched:
             self._advance(touched)
+        if texts:
+            self._advance_texts(texts, text_tokens)
 
     # --- messages with more than one token each ---
 
@@ -197,7 +205,27 @@ class Dispatcher:
         if others:
             self._notify(others)
         for slot in texts:
-            self._call_back_with_text(slot)
+            if not slot.more:  # else another call-back ended it just now
+                count = len(slot.fresh)
+                slot.fresh = []
+                assert slot.text_state is not None  # see above
+                self._call_back_with_text(slot, slot.text_state, count)
+
+    def _advance_texts(self, slots: list[Slot], tokens: list[int]) -> None:
+        """As `_advance`, for a token each of slots that are called back with texts: most tokens of a server."""
+        assert self._detokenizer is not None  # or there would be no texts
+        states = [slot.text_state for slot in slots]
+        self._detokenizer.step_each(states, tokens)  # type: ignore[arg-type]
+        stopped: list[Slot] = []
+        for slot, state, token in zip(slots, states, tokens, strict=True):
+            assert state is not None  # or there would be no `on_text`
+            if state.stop_reason is not None or state.error is not None:
+                slot.fresh.append(token)
+                stopped.append(slot)
+            elif not slot.more:  # else another call-back ended it just now
+                self._call_back_with_text(slot, state, 1)
+        if stopped:
+            self._advance(stopped)  # which adds nothing to a text that has ended
 
     def _tokens_with_text(self, slot: Slot) -> list[int]:
         """The fresh tokens without the one that stopped it: as in vLLM it is among the tokens, not in the text."""
@@ -245,19 +273,16 @@ class Dispatcher:
         except Exception:
             self._give_up(request)
 
-    def _call_back_with_text(self, slot: Slot) -> None:
-        """As `_call_back`, where the fresh tokens and their text are all there is: without an output made of them."""
-        on_text, state = slot.on_text, slot.text_state
-        assert on_text is not None and state is not None  # see `_advance`
-        if slot.more:  # another call-back ended it just now
-            return
-        count = len(slot.fresh)
-        slot.fresh = []
+    def _call_back_with_text(self, slot: Slot, state: TextState, count: int) -> None:
+        """As `_call_back`, where a text of so many tokens is all there is: without an output made of it."""
         slot.taken += count
         text = state.text_delta
+        if not text:
+            return
         state.text_delta = ""
+        assert slot.on_text is not None  # or it would not come here
         try:
-            on_text(text, count)
+            slot.on_text(text)
         except Exception:
             self._give_up(slot.request)
 

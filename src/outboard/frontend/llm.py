@@ -202,9 +202,9 @@ class AsyncLLM:
         its own aborts the request. The last call has an output with `finished`, or an `OutboardError`.
 
         Args:
-            on_text: called as `on_text(text, count)` in place of `on_output`, where an output would have a text (which
-                may be empty), a count of tokens and nothing else. The first output and the last one are never such, nor
-                are those with log probabilities. Needs `n=1` and "delta" outputs; else it is not called.
+            on_text: called as `on_text(text)` in place of `on_output`, where an output would tell of a text and tokens
+                alone. The first output and the last one are never such, nor are those with log probabilities. Needs
+                `n=1` and "delta" outputs; else it is not called.
             prompt, sampling_params, request_id, inputs, data_parallel_rank: as `generate`.
 
         Returns:

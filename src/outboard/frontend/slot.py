@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["OnOutput", "OnText", "RequestState", "Slot"]
 
 OnOutput = Callable[[RequestOutput | OutboardError], None]
-OnText = Callable[[str, int], None]
+OnText = Callable[[str], None]
 
 
 class Slot:
@@ -153,7 +153,7 @@ class RequestState:
         waiter: what its reader awaits; None before it is sent.
         failure: ended the request from outside, such as the engine's death; raised once the slots are empty.
         on_output: called back with each output, instead of a reader that is woken.
-        on_text: called back with (text, count of tokens) instead, where that says it all.
+        on_text: called back with a text instead, where that says it all.
         stream: keeps the stream alive while there is `on_output`: then nobody else need hold it.
     """
 

@@ -123,6 +123,11 @@ class RequestStream:
         completion = CompletionOutput(slot.index, text, token_ids)
         return RequestOutput(self.request_id, [completion], False, self.prompt, self.prompt_token_ids, self._metrics)
 
+    @property
+    def num_generation_tokens(self) -> int:
+        """Tokens that were read, or told of by call-backs, so far."""
+        return sum(slot.taken for slot in self._slots)
+
     async def aclose(self) -> None:
         """Aborts the request, if it has not ended. What had arrived can still be read."""
         self.abort()
@@ -179,7 +184,7 @@ class RequestStream:
             finished = finished and outputs[-1].finish_reason is not None
             if finished:
                 state.metrics.e2e_latency = state.age()
-                state.metrics.num_generation_tokens = sum(slot.taken for slot in self._slots)
+                state.metrics.num_generation_tokens = self.num_generation_tokens
         return RequestOutput(self.request_id, outputs, finished, self.prompt, self.prompt_token_ids, state.metrics)
 
     def emit(self) -> None:

@@ -233,6 +233,23 @@ class BatchDetokenizer:
             if state._bound:
                 state._fresh += len(tokens)
 
+        self._decode(queued)
+
+    def step_each(self, states: Sequence[TextState], tokens: Sequence[int]) -> None:
+        """As `step`, with one new token for each of these states, none of which is its last."""
+        queued: list[TextState] = []
+        for state, token in zip(states, tokens, strict=True):
+            if state._phase == _DONE:
+                continue
+            if state._phase == _IDLE:
+                state._phase = _QUEUED
+                queued.append(state)
+            state._window.append(token)
+            if state._bound:
+                state._fresh += 1
+        self._decode(queued)
+
+    def _decode(self, queued: list[TextState]) -> None:
         plain = [state for state in queued if state._skip_special_tokens]
         self._advance(plain, True)
         if len(plain) < len(queued):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from outboard.frontend.outputs import CompletionOutput, RequestOutput
+from outboard.frontend.slot import OnText
 from outboard.serve.errors import ApiError
 from outboard.serve.exchange import Exchange
 from outboard.serve.formats import DONE, Format, Usage
@@ -29,7 +30,8 @@ class Answer(ABC):
     Attributes:
         id: of it, unique.
         status: of HTTP; 0: nothing was written yet.
-        usage: counts so far; those of prompts are the caller's.
+        usage: counts so far; the caller keeps them.
+        counts_always: whether they are to be right with every output, not just at the end.
     """
 
     def __init__(self, exchange: Exchange, form: Format) -> None:
@@ -39,14 +41,15 @@ class Answer(ABC):
         self._headers = exchange.answer_headers
         self.status = 0
         self.usage = Usage()
+        self.counts_always = False
 
     @abstractmethod
     def add(self, base: int, output: RequestOutput) -> None:
         """Takes an output in; its completions are the choices from `base` on."""
 
-    def add_text(self, choice: int, text: str, count: int) -> None:
-        """As `add`, of a choice that has had an output before: a text of so many tokens and nothing else."""
-        self.add(choice, RequestOutput("", [CompletionOutput(0, text, [0] * count)], False))
+    def text_writer(self, choice: int) -> OnText | None:
+        """What takes further texts of a choice that has had an output, with no output made of them."""
+        return None
 
     @abstractmethod
     def finish(self) -> None:
@@ -84,7 +87,6 @@ class WholeAnswer(Answer):
     def add(self, base: int, output: RequestOutput) -> None:
         for one in output.outputs:
             self._completions[base + one.index] = one
-            self.usage.completion_tokens += len(one.token_ids)
 
     def finish(self) -> None:
         completions = [one for _, one in sorted(self._completions.items())]
@@ -126,11 +128,11 @@ class StreamedAnswer(Answer):
     ) -> None:
         super().__init__(exchange, form)
         self._with_usage = with_usage
-        self._with_all_usage = with_all_usage
+        self.counts_always = with_all_usage
         self._slow_bytes = slow_bytes
         self._slow_timeout = slow_timeout
         self._on_slow = on_slow
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # by choice; it has one once it is opened
+        self._opened: set[int] = set()  # choices that had an event
         self._held: dict[int, CompletionOutput] = {}  # by choice, while the connection takes no more
         self._held_bytes = 0
         self._last: bytes | None = None  # what is to be written behind that
@@ -138,8 +140,6 @@ class StreamedAnswer(Answer):
 
     def add(self, base: int, output: RequestOutput) -> None:
         outputs = output.outputs
-        for one in outputs:
-            self.usage.completion_tokens += len(one.token_ids)
         if self._outlet.busy:
             for one in outputs:
                 self._hold(base + one.index, one)
@@ -147,15 +147,21 @@ class StreamedAnswer(Answer):
         elif events := b"".join(self._event(base + one.index, one) for one in outputs):
             self._write(events)
 
-    def add_text(self, choice: int, text: str, count: int) -> None:
-        # The hot path: nearly all tokens come here.
-        if self._outlet.busy or self._with_all_usage:
-            super().add_text(choice, text, count)
-            return
-        self.usage.completion_tokens += count
-        if text:  # else the token is part of a character
-            before, behind = self._around[choice]
-            self._outlet.body(before + _encode_text(text) + behind)
+    def text_writer(self, choice: int) -> OnText | None:
+        if self.counts_always:
+            return None
+        outlet = self._outlet
+        before, behind = self._form.around_text(choice)
+
+        def on_text(text: str) -> None:
+            # The hot path: nearly all tokens come here.
+            if outlet.busy:
+                self._hold(choice, CompletionOutput(0, text, []))
+                self._begin_to_be_slow()
+            else:
+                outlet.body(before + _encode_text(text) + behind)
+
+        return on_text
 
     def finish(self) -> None:
         self._end((self._form.usage_event(self.usage) if self._with_usage else b"") + DONE)
@@ -189,12 +195,12 @@ class StreamedAnswer(Answer):
 
     def _event(self, choice: int, new: CompletionOutput) -> bytes:
         opening = b""
-        if choice not in self._around:
-            self._around[choice] = self._form.around_text(choice)
+        if choice not in self._opened:
+            self._opened.add(choice)
             opening = self._form.opening(choice)
         if not new.text and new.finish_reason is None and new.logprobs is None:
             return opening
-        return opening + self._form.event(choice, new, self.usage if self._with_all_usage else None)
+        return opening + self._form.event(choice, new, self.usage if self.counts_always else None)
 
     # --- while the connection takes no more ---
 

@@ -56,7 +56,7 @@ class Generation:
     @property
     def completion_tokens(self) -> int:
         """Tokens of its completions so far."""
-        return self._answer.usage.completion_tokens
+        return sum(stream.num_generation_tokens for stream in self._streams)
 
     async def begin(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """Sends the prompts to the engine. What is wrong with one ends it all, in the answer.
@@ -70,7 +70,7 @@ class Generation:
                     prompt,
                     params,
                     functools.partial(self._on_output, number * params.n),
-                    on_text=functools.partial(self._answer.add_text, number) if params.n == 1 else None,
+                    on_text=self._answer.text_writer(number) if params.n == 1 else None,
                     request_id=self._answer.id if len(prompts) == 1 else f"{self._answer.id}-{number}",
                 )
             except Exception as error:
@@ -104,7 +104,7 @@ class Generation:
         self._answer.close()
         record = self._record
         record.status = self._answer.status or record.status
-        record.completion_tokens = self._answer.usage.completion_tokens
+        record.completion_tokens = self.completion_tokens
 
     def slow(self) -> None:
         """The client does not read: ends it, without an answer."""
@@ -127,10 +127,13 @@ class Generation:
         outputs = output.outputs
         if (len(outputs) > 1 or outputs[0].finish_reason is not None) and not self._note_ends(output):
             return
+        if self._answer.counts_always:
+            self._answer.usage.completion_tokens = self.completion_tokens
         self._answer.add(base, output)
         if output.finished:
             self._unfinished -= 1
             if not self._unfinished:
+                self._answer.usage.completion_tokens = self.completion_tokens
                 self._end()
                 self._answer.finish()
 
