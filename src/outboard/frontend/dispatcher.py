@@ -14,7 +14,7 @@ from outboard.client.delivery import FailedOutputs
 from outboard.engine.core import Tokenizer
 from outboard.errors import EngineDeadError, OutboardError, SlowReaderError
 from outboard.frontend.slot import RequestState, Slot
-from outboard.frontend.text import BatchDetokenizer, TextState
+from outboard.frontend.text import BatchDetokenizer
 from outboard.frontend.waiter import Waiter, Wake, WakeBatch
 from outboard.protocol.messages import EngineCoreOutputs, OutputExtras
 from outboard.protocol.sampling import FinishReason
@@ -206,10 +206,12 @@ class Dispatcher:
             self._notify(others)
         for slot in texts:
             if not slot.more:  # else another call-back ended it just now
-                count = len(slot.fresh)
+                slot.taken += len(slot.fresh)
                 slot.fresh = []
-                assert slot.text_state is not None  # see above
-                self._call_back_with_text(slot, slot.text_state, count)
+                state = slot.text_state
+                if state is not None and state.text_delta:
+                    text, state.text_delta = state.text_delta, ""
+                    self._call_back_with_text(slot, text)
 
     def _advance_texts(self, slots: list[Slot], tokens: list[int]) -> None:
         """As `_advance`, for a token each of slots that are called back with texts: most tokens of a server."""
@@ -223,7 +225,11 @@ class Dispatcher:
                 slot.fresh.append(token)
                 stopped.append(slot)
             elif not slot.more:  # else another call-back ended it just now
-                self._call_back_with_text(slot, state, 1)
+                slot.taken += 1
+                text = state.text_delta
+                if text:
+                    state.text_delta = ""
+                    self._call_back_with_text(slot, text)
         if stopped:
             self._advance(stopped)  # which adds nothing to a text that has ended
 
@@ -273,13 +279,8 @@ class Dispatcher:
         except Exception:
             self._give_up(request)
 
-    def _call_back_with_text(self, slot: Slot, state: TextState, count: int) -> None:
-        """As `_call_back`, where a text of so many tokens is all there is: without an output made of it."""
-        slot.taken += count
-        text = state.text_delta
-        if not text:
-            return
-        state.text_delta = ""
+    def _call_back_with_text(self, slot: Slot, text: str) -> None:
+        """As `_call_back`, where a text is all there is to tell: without an output made of it."""
         assert slot.on_text is not None  # or it would not come here
         try:
             slot.on_text(text)

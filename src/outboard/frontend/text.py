@@ -251,17 +251,15 @@ class BatchDetokenizer:
 
     def _decode(self, queued: list[TextState]) -> None:
         plain = [state for state in queued if state._skip_special_tokens]
-        self._advance(plain, True)
+        if plain:
+            self._advance(plain, True)
         if len(plain) < len(queued):
             self._advance([state for state in queued if not state._skip_special_tokens], False)
 
     def _advance(self, states: list[TextState], skip_special_tokens: bool) -> None:
-        if not states:
-            return
         sequences = [state._window for state in states]
-        for state in states:
-            if state._context or state._bound:
-                sequences += state._extra_sequences()
+        for state in [state for state in states if state._context or state._bound]:
+            sequences += state._extra_sequences()
         try:
             texts = self._tokenizer.decode(sequences, skip_special_tokens)
             if len(texts) != len(sequences):
