@@ -233,13 +233,13 @@ def test_figures_are_those_of_the_interval(stub: UiServer, page: Any, monkeypatc
     def metrics() -> str:
         nonlocal looks
         looks += 1
-        # From the second look on, 100 more first tokens each time after 20 to 40 ms.
-        count = 100 * (looks - 1)
+        # From the second look on, 100 more first tokens each time: 40 within 20 ms, 60 within 20 to 40 ms.
+        more = looks - 1
         steps = 1_000_000 if looks == 1 else 40 * looks
         return f"""
-outboard:time_to_first_token_seconds_bucket{{le="0.02"}} 50
-outboard:time_to_first_token_seconds_bucket{{le="0.04"}} {50 + count}
-outboard:time_to_first_token_seconds_bucket{{le="+Inf"}} {50 + count}
+outboard:time_to_first_token_seconds_bucket{{le="0.02"}} {50 + 40 * more}
+outboard:time_to_first_token_seconds_bucket{{le="0.04"}} {50 + 100 * more}
+outboard:time_to_first_token_seconds_bucket{{le="+Inf"}} {50 + 100 * more}
 outboard:generation_tokens_total {steps}
 outboard:engine_steps_total{{engine="0"}} {steps}
 outboard:engine_pid{{engine="0"}} 7
@@ -247,7 +247,7 @@ outboard:engine_pid{{engine="0"}} 7
 
     monkeypatch.setattr(stub, "metrics", metrics)
     legend = page.locator(".plot", has_text="Time to first token").locator(".legend b")
-    expect(legend).to_have_text(["30 ms", "39 ms"], timeout=WAIT)
+    expect(legend).to_have_text(["23.3 ms", "38.3 ms"], timeout=WAIT)
     shows(page, "tr[data-rank='0'] td:nth-of-type(7)", re.compile(r"^[234]\d(\.\d)?$"))
     label = page.get_by_role("img", name="Tokens per second").get_attribute("aria-label")
     assert re.search(r"last [234]\d", label), label
@@ -284,13 +284,13 @@ def test_an_answer_grows_while_it_is_streamed_and_is_told_once(stub: UiServer, p
     stub.hold.clear()
     say(page, "Hello?")
     answer = last_answer(page)
-    expect(answer.locator(".said")).to_have_text("Hello.", timeout=WAIT)
+    expect(answer.locator(".said")).to_have_text("Hallö.", timeout=WAIT)
     expect(answer).to_have_attribute("aria-busy", "true")
     expect(page.locator("#stop")).to_be_visible()
     expect(page.locator("#send")).to_be_hidden()
     expect(page.locator("#chat-news")).to_be_empty()
     stub.hold.set()
-    shows(page, "#chat-news", "Answer: Hello.")
+    shows(page, "#chat-news", "Answer: Hallö.")
     expect(answer.locator(".facts")).to_contain_text("· 4 tokens")
     expect(page.locator("#stop")).to_be_hidden()
 
@@ -299,7 +299,7 @@ def test_the_model_is_told_what_was_said_before(stub: UiServer, page: Any) -> No
     expect(page.locator("#model option")).to_have_text(["stub", "other"], timeout=WAIT)
     page.select_option("#model", "other")
     say(page, "One")
-    shows(page, "#chat-news", "Answer: Hello.")
+    shows(page, "#chat-news", "Answer: Hallö.")
     stub.pieces = ["Two."]
     say(page, "And?")
     shows(page, "#chat-news", "Answer: Two.")
@@ -308,7 +308,7 @@ def test_the_model_is_told_what_was_said_before(stub: UiServer, page: Any) -> No
     assert request["stream"] is True
     assert request["messages"] == [
         {"role": "user", "content": "One"},
-        {"role": "assistant", "content": "Hello."},
+        {"role": "assistant", "content": "Hallö."},
         {"role": "user", "content": "And?"},
     ]
     page.get_by_role("button", name="New chat").click()
@@ -323,7 +323,7 @@ def test_stop_ends_the_request(stub: UiServer, page: Any, how: str) -> None:
     stub.hold.clear()
     say(page, "Go on for ever.")
     answer = last_answer(page)
-    expect(answer.locator(".said")).to_have_text("Hello.", timeout=WAIT)
+    expect(answer.locator(".said")).to_have_text("Hallö.", timeout=WAIT)
     if how == "button":
         page.get_by_role("button", name="Stop").click()
     elif how == "escape":
@@ -337,7 +337,7 @@ def test_stop_ends_the_request(stub: UiServer, page: Any, how: str) -> None:
         expect(page.locator(".message")).to_have_count(0)
     else:
         expect(answer.locator(".facts")).to_contain_text("stopped")
-        expect(answer.locator(".said")).to_have_text("Hello.")
+        expect(answer.locator(".said")).to_have_text("Hallö.")
     stub.hold.set()
     say(page, "Again")
     expect(last_answer(page).locator(".facts")).to_contain_text("· 4 tokens", timeout=WAIT)
@@ -364,7 +364,7 @@ def test_a_refusal_is_shown_and_the_message_kept(stub: UiServer, page: Any) -> N
     expect(page.locator("#prompt")).to_have_value("Hello?")
     stub.refusal = None
     page.locator("#prompt").press("Enter")
-    expect(last_answer(page).locator(".said")).to_have_text("Hello.", timeout=WAIT)
+    expect(last_answer(page).locator(".said")).to_have_text("Hallö.", timeout=WAIT)
     assert stub.chats[-1]["messages"] == [{"role": "user", "content": "Hello?"}]
 
 
@@ -372,14 +372,14 @@ def test_an_error_in_the_midst_is_shown_after_what_came(stub: UiServer, page: An
     stub.error = "Engine 0 died."
     say(page, "Hello?")
     expect(last_answer(page).locator(".error")).to_have_text("Engine 0 died.", timeout=WAIT)
-    expect(last_answer(page).locator(".said")).to_have_text("Hello.")
-    shows(page, "#chat-news", "Answer: Hello. Engine 0 died.")
+    expect(last_answer(page).locator(".said")).to_have_text("Hallö.")
+    shows(page, "#chat-news", "Answer: Hallö. Engine 0 died.")
 
 
 def test_a_connection_that_breaks_is_shown(stub: UiServer, page: Any) -> None:
     stub.hold.clear()
     say(page, "Hello?")
-    expect(last_answer(page).locator(".said")).to_have_text("Hello.", timeout=WAIT)
+    expect(last_answer(page).locator(".said")).to_have_text("Hallö.", timeout=WAIT)
     stub.stop()
     expect(last_answer(page).locator(".error")).to_have_text(
         re.compile(r"^(The connection to the server was lost|The answer broke off)\.$"), timeout=WAIT
@@ -407,7 +407,7 @@ def test_a_key_is_asked_for_and_used(stub: UiServer, new_page: Callable[..., Any
     expect(field).to_be_hidden()
     assert page.evaluate("Object.values(sessionStorage)") == ["sesame"]
     say(page, "Hello?")
-    expect(last_answer(page).locator(".said")).to_have_text("Hello.", timeout=WAIT)
+    expect(last_answer(page).locator(".said")).to_have_text("Hallö.", timeout=WAIT)
     page.reload()
     shows(page, "#connection-text", "Live")
     page.get_by_role("button", name="Forget key").click()
@@ -417,7 +417,7 @@ def test_a_key_is_asked_for_and_used(stub: UiServer, new_page: Callable[..., Any
 
 def test_a_key_that_only_the_api_wants(stub: UiServer, page: Any) -> None:
     say(page, "Hello?")
-    shows(page, "#chat-news", "Answer: Hello.")
+    shows(page, "#chat-news", "Answer: Hallö.")
     stub.key = "sesame"
     stub.open_metrics = True
     say(page, "And now?")
@@ -428,7 +428,7 @@ def test_a_key_that_only_the_api_wants(stub: UiServer, page: Any) -> None:
     page.get_by_role("button", name="Use key").click()
     expect(page.locator("#prompt")).to_have_value("And now?")
     page.keyboard.press("Enter")
-    shows(page, "#chat-news", "Answer: Hello.")
+    shows(page, "#chat-news", "Answer: Hallö.")
     assert len(stub.chats) == 2
 
 
@@ -470,7 +470,7 @@ def test_the_keyboard_is_enough(stub: UiServer, page: Any) -> None:
     expect(page.locator(".message")).to_have_count(0)
     stub.hold.clear()
     page.keyboard.press("Enter")
-    expect(last_answer(page).locator(".said")).to_have_text("Hello.", timeout=WAIT)
+    expect(last_answer(page).locator(".said")).to_have_text("Hallö.", timeout=WAIT)
     page.keyboard.press("Tab")
     expect(page.locator("#stop")).to_be_focused()
     page.keyboard.press("Enter")

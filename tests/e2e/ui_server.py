@@ -67,7 +67,7 @@ class UiServer:
         self.models = ["stub", "other"]
         self.key: str | None = None
         self.open_metrics = False  # /metrics needs no key
-        self.pieces = ["Hel", "lo."]
+        self.pieces = ["Hal", "lö."]
         self.error: str | None = None  # an error event ends the answer
         self.refusal: tuple[int, str] | None = None  # instead of an answer
         self.pause = 0.0  # seconds between pieces
@@ -182,6 +182,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
+    disable_nagle_algorithm = True
     timeout = 20  # browsers open connections ahead, and may not use them
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -246,7 +247,12 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _event(self, event: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(event)}\r\n\r\n".encode())
+        """In pieces: an event, a character of several bytes and the end of a line may each come in two."""
+        line = f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n".encode()
+        middle = next((place for place, byte in enumerate(line) if byte >= 0xC0), len(line) // 2) + 1
+        for part in (line[:middle], line[middle:-3], line[-3:]):
+            self.wfile.write(part)
+            time.sleep(0.005)
 
     def _json(self, status: int, value: Any) -> None:
         self._answer(status, "application/json", json.dumps(value).encode())
