@@ -432,6 +432,16 @@ def test_a_key_that_only_the_api_wants(stub: UiServer, page: Any) -> None:
     assert len(stub.chats) == 2
 
 
+def test_a_key_that_is_no_longer_wanted(stub: UiServer, new_page: Callable[..., Any]) -> None:
+    stub.key = "sesame"
+    page = new_page()
+    expect(page.locator("#key-form")).to_be_visible(timeout=WAIT)
+    stub.key = None
+    expect(page.locator("#key-form")).to_be_hidden(timeout=WAIT)
+    say(page, "Hello?")
+    shows(page, "#chat-news", "Answer: Hallö.")
+
+
 def test_a_server_that_goes_and_comes_back(stub: UiServer, page: Any) -> None:
     say(page, "Hello?")
     shows(page, "#connection-text", "Live")

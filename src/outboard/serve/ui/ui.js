@@ -387,7 +387,7 @@ function showTiles(now, record) {
   const seconds = oldest ? (record.at - oldest.at) / 1000 : 0;
   const rate = (name) => (seconds > 0 ? rise(oldest.families, now, name) / seconds : undefined);
   say(byId("tile-tokens"), number(record.tokens));
-  say(byId("tile-tokens-more"), known(record.prompt) ? `prompts ${number(record.prompt)}` : "");
+  say(byId("tile-tokens-more"), known(record.prompt) ? `prompts ${number(record.prompt)}/s` : "");
   say(byId("tile-running"), number(record.running));
   const ready = [...rows.values()].filter(({ current }) => current === "READY").length;
   say(byId("tile-running-more"), `${ready} of ${rows.size} ${rows.size === 1 ? "engine" : "engines"} ready`);
@@ -462,6 +462,8 @@ async function poll() {
   if (text !== null) {
     take(text, performance.now());
     lastAnswer = new Date();
+    // What wanted a key no longer does; if /v1 still does, asking for the models says so.
+    if (connection === "key") byId("key-form").hidden = true;
     // It may be another server than before, with other models.
     if (connection !== "live" || byId("model").disabled) loadModels();
     connect("live");
