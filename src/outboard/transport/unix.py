@@ -22,7 +22,7 @@ from outboard.errors import ProtocolError
 from outboard.protocol.tensors import Buffer
 from outboard.transport.framing import HELLO_BYTES, Assembler, Message, head_of, hello
 from outboard.transport.poller import SocketPoller
-from outboard.transport.reader import MAX_MESSAGES, Loop
+from outboard.transport.reader import MAX_MESSAGES, MAX_TOKENS, Loop, OnMessage
 from outboard.transport.sockets import remove_socket_file
 
 __all__ = ["SCHEME", "UnixReader", "UnixSender"]
@@ -175,7 +175,7 @@ class UnixReader:
         path: str,
         epoch: int,
         max_message_bytes: int,
-        on_message: Callable[[Buffer, Sequence[Buffer]], None],
+        on_message: OnMessage,
         on_end: Callable[[str], None],
         on_stranger: Callable[[str], None],
     ) -> None:
@@ -227,12 +227,15 @@ class UnixReader:
             loop.add_reader(self._socket.fileno(), self._on_readable)
 
     def drain(self, limit: int) -> int:
-        """Hands on up to `limit` messages that are there; how many they were."""
+        """Hands on up to `limit` messages that are there, fewer where they hold many tokens; how many they were."""
         self._emptied = False
+        tokens = 0
         for count in range(limit):
             if self._socket is None or (message := self._next(self._socket)) is None:
                 return count
-            self._on_message(*message)
+            tokens += self._on_message(*message) or 0
+            if tokens >= MAX_TOKENS:
+                return count + 1
         return limit
 
     def stop(self) -> None:
