@@ -53,21 +53,23 @@ class SocketReader:
         self._on_message = on_message
         self._loop: Loop | None = None
         self._unfinished = False  # whether the last drain stopped before the socket was empty
+        self._scheduled = False  # whether there is a callback on the loop, besides the descriptor's
 
     def attach(self, loop: Loop) -> None:
         """Starts reading on `loop`; call it on that loop."""
         self._loop = loop
         loop.add_reader(self._fd, self._on_readable)
-        loop.call_soon(self._on_readable)  # the edge of what came before add_reader is gone
+        self._schedule(loop)  # the edge of what came before add_reader is gone
 
     def look_again(self) -> None:
         """To be called after a send on the same socket, which may have eaten the edge."""
         if self._loop is not None:
-            self._loop.call_soon(self._on_readable)
+            self._schedule(self._loop)
 
     def detach(self) -> None:
         """Stops reading; must precede the socket's close. Idempotent. Call it on the loop, or where none runs."""
         loop, self._loop = self._loop, None
+        self._scheduled = False
         if loop is not None and not loop.is_closed():
             loop.remove_reader(self._fd)
 
@@ -90,12 +92,21 @@ class SocketReader:
                 return count + 1
         return limit
 
+    def _schedule(self, loop: Loop) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            loop.call_soon(self._on_turn)
+
+    def _on_turn(self) -> None:
+        self._scheduled = False
+        self._on_readable()
+
     def _on_readable(self) -> None:
         loop = self._loop
-        if loop is None:
+        if loop is None or self._scheduled:  # two drains a turn would become three in the next, and so on
             return
         try:
             self.drain(MAX_MESSAGES)
         finally:
             if self._unfinished and self._loop is loop:
-                loop.call_soon(self._on_readable)
+                self._schedule(loop)

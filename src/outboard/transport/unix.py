@@ -185,6 +185,7 @@ class UnixReader:
         self._on_end = on_end
         self._on_stranger = on_stranger
         self._assembler = Assembler(max_message_bytes)
+        self._scheduled = False  # whether there is a callback on the loop, besides the descriptor's
         self._emptied = False  # in this drain: no need to ask the socket again
         self._loop: Loop | None = None
         self._socket: socket.socket | None = None
@@ -252,16 +253,21 @@ class UnixReader:
         self._listener.close()
         remove_socket_file(self.address)
 
+    def _on_turn(self) -> None:
+        self._scheduled = False
+        self._on_readable()
+
     def _on_readable(self) -> None:
         loop = self._loop
-        if loop is None:
+        if loop is None or self._scheduled:  # two drains a turn would become three in the next, and so on
             return
         try:
             self.drain(MAX_MESSAGES)
         finally:
             # What is in the socket is told of again, what is here is not.
             if self._assembler.holds and self._loop is loop:
-                loop.call_soon(self._on_readable)
+                self._scheduled = True
+                loop.call_soon(self._on_turn)
 
     def _next(self, connection: socket.socket) -> Message | None:
         """The next message; None if it has not all come."""
