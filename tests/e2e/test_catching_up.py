@@ -40,7 +40,7 @@ def block(pid: int | None, bound: float = 30.0) -> None:
 @pytest.mark.timeout(90)
 def test_the_loop_turns_quickly_while_streams_catch_up() -> None:
     """In one piece it would take this loop some seconds."""
-    count = 30_000
+    count = 60_000
 
     async def main() -> float:
         async with AsyncLLM(EngineConfig(engine="mock", options={"start_after": STREAMS})) as llm:
@@ -80,7 +80,7 @@ def test_the_loop_turns_quickly_while_streams_catch_up() -> None:
 
 @pytest.mark.parametrize("sink", [False, True], ids=["queue", "sink"])
 def test_a_turn_of_the_loop_brings_a_bounded_number_of_tokens(run: Run, sink: bool) -> None:
-    count = 2_000
+    count = 8_000  # far more than the socket holds
 
     async def main() -> None:
         client = await AsyncMPClient.launch(EngineConfig(engine="mock", options={"start_after": STREAMS}))

@@ -325,11 +325,12 @@ def test_answers_and_the_load_leave_with_a_large_backlog(core: Core, three_token
     assert core.stats() == [SchedulerStats(waiting=5)]
 
 
-@pytest.mark.parametrize("steps", [1, 8], ids=["running", "ended"])
+@pytest.mark.parametrize("steps", [1, 6, 12])
 def test_an_unsendable_result_in_a_backlog_ends_its_request(core: Core, three_tokens: None, steps: int) -> None:
-    """Also where its end waits in a later message, or in the columns."""
+    """It still runs, or its end waits in the columns, or in a message between."""
+    others = list(range(100, 115))
     core.add(0, [1, 2, 3, 4, 5, 6])
-    core.add(1, [7, 8, 9])
+    core.add(1, others)
     core.port.open = False
     core.loop.turn()
     request_id = core.loop._batch.open_requests[0]
@@ -342,11 +343,13 @@ def test_an_unsendable_result_in_a_backlog_ends_its_request(core: Core, three_to
     for _ in range(steps):
         core.loop.turn()
     assert core.loop._batch.is_open(request_id) == (steps == 1)
+    waits = any(reason for _, reason, _ in core.loop._clients[EPOCH].columns.finished or ())
+    assert waits == (steps == 6)
     core.port.open = True
     core.settle()
     assert core.sent()[0][-1] == "error"
     assert "object" in core.errors()[0]
-    assert core.sent()[1] == [7, 8, 9, "stop"]
+    assert core.sent()[1] == [*others, "stop"]
 
 
 def test_answers_keep_their_place_behind_outputs_while_the_port_refuses(core: Core) -> None:

@@ -100,16 +100,23 @@ def test_messages_of_another_thread_arrive_as_they_come(run: Run, wire: Wire) ->
 
 @pytest.mark.parametrize(("tokens", "most"), [(0, MAX_MESSAGES), (MAX_TOKENS // 3, 4), (MAX_TOKENS, 1)])
 def test_others_get_turns_during_a_flood(run: Run, wire: Wire, tokens: int, most: int) -> None:
+    """While more come all the time, each of which may make the descriptor readable."""
     wire.tokens = tokens
     turns: list[int] = []
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        wire.send(range(10_000))
+        wire.send(range(1000))
         assert wire.pull.poll(10_000)
+        sent = 1000
 
         def turn() -> None:
+            nonlocal sent
             turns.append(len(wire.got))
+            if sent < 10_000:
+                wire.send(range(sent, sent + 20))
+                sent += 20
+            wire.reader.look_again()
             if len(wire.got) < 10_000:
                 loop.call_soon(turn)
 

@@ -16,7 +16,7 @@ def split(columns: Part, most: int) -> list[Part]:
     """Takes full parts off the front of what waits; what is left, which fits into one message, stays.
 
     Every part is valid by itself. Where the tokens of one output are too many they go into several outputs of the same
-    request: its end, error and result come with the last.
+    request, and all else that it says comes with the last.
 
     Args:
         columns: what waits.
@@ -70,10 +70,8 @@ def _divide(columns: Part, most: int) -> None:
     assert columns.counts is not None
     handles: list[int] = []
     counts: list[int] = []
-    firsts: list[int] = []  # where the outputs are now: the first of each, and the last
-    lasts: list[int] = []
+    lasts: list[int] = []  # of the outputs that each has become
     for handle, count in zip(columns.handles, columns.counts, strict=True):
-        firsts.append(len(handles))
         while count > most:
             handles.append(handle)
             counts.append(most)
@@ -81,20 +79,17 @@ def _divide(columns: Part, most: int) -> None:
         lasts.append(len(handles))
         handles.append(handle)
         counts.append(count)
-    columns.handles, columns.counts = handles, counts
     if columns.finished is not None:
         columns.finished = [(lasts[position], reason, stop) for position, reason, stop in columns.finished]
     extras = columns.extras
-    if extras is None:
-        return
-    extras.results = {lasts[position]: result for position, result in extras.results.items()}
-    extras.errors = {lasts[position]: error for position, error in extras.errors.items()}
-    extras.queue_times = {firsts[position]: time for position, time in extras.queue_times.items()}
-    extras.num_cached_tokens = {firsts[position]: number for position, number in extras.num_cached_tokens.items()}
-    logprobs: dict[int, list[dict[int, float]]] = {}
-    for position, entries in extras.logprobs.items():
-        first, last = firsts[position], lasts[position]
-        for index in range(first, last):
-            logprobs[index] = entries[(index - first) * most : (index - first + 1) * most]
-        logprobs[last] = entries[(last - first) * most :]
-    extras.logprobs = logprobs
+    if extras is not None:
+        logprobs: dict[int, list[dict[int, float]]] = {}
+        for position, entries in extras.logprobs.items():
+            last = lasts[position]
+            first = last - (max(columns.counts[position], 1) - 1) // most
+            for start, index in enumerate(range(first, last + 1)):
+                logprobs[index] = entries[start * most : (start + 1) * most]
+        for name in extras.__struct_fields__:
+            setattr(extras, name, {lasts[position]: value for position, value in getattr(extras, name).items()})
+        extras.logprobs = logprobs
+    columns.handles, columns.counts = handles, counts
