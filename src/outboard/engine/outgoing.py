@@ -26,7 +26,7 @@ from outboard.protocol.messages import (
 
 __all__ = ["Outgoing", "OutputPort", "describe", "error_report"]
 
-# Tokens, and outputs, in one message. To dispatch so many takes a front end 3 to 6 ms.
+# Tokens, and outputs, in one message. So many take a front end 2 to 6 ms to dispatch.
 _MAX_TOKENS = 16_384
 
 # After a refusal the port is asked again after 1 ms, then less often.
