@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from loop_driver import EPOCH, Asleep, Core, Engine, Port
 
 from outboard import OutputBatch
-from outboard.engine import utilities
+from outboard.engine import outgoing, utilities
 from outboard.engine.events import BadCall, BadRequest, ClientJoined, Stop, Writable
 from outboard.engine.loop import BusyLoop
 from outboard.errors import InvalidRequestError
@@ -255,6 +256,100 @@ def test_with_nothing_to_send_the_loop_sleeps(core: Core) -> None:
         core.loop.turn()
     assert core.port.asked == asked
     assert core.inbox.waits == []
+
+
+@pytest.fixture
+def three_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message has more tokens, nor more outputs."""
+    monkeypatch.setattr(outgoing, "_MAX_TOKENS", 3)
+
+
+def test_a_large_backlog_leaves_in_several_messages(core: Core, three_tokens: None) -> None:
+    core.add(0, [1, 2, 3, 4])
+    core.add(1, [5, 6])
+    core.port.open = False
+    for _ in range(4):
+        core.loop.turn()
+    assert core.port.encoded == 1
+    core.port.open = True
+    core.loop.turn()
+    assert core.sent() == {0: [1, 2, 3, 4, "stop"], 1: [5, 6, "stop"]}  # which checks the sequence numbers
+    assert len(core.port.messages) > 1
+    assert all(max(len(message.tokens), len(message.handles)) <= 3 for message in core.port.messages)
+
+
+def test_a_refusal_between_parts_of_a_backlog_loses_nothing(core: Core, three_tokens: None) -> None:
+    core.add(0, list(range(20)))
+    core.port.open = False
+    for _ in range(8):
+        core.loop.turn()
+    core.port.open = True
+    send, taken = core.port.send, 2
+
+    def send_some(frames: Sequence[Any], more: bool = False) -> bool:
+        nonlocal taken
+        taken -= 1
+        return taken >= 0 and send(frames, more)
+
+    core.port.send = send_some  # type: ignore[method-assign]
+    core.loop.turn()
+    assert core.sent() == {0: list(range(6))}
+    core.loop.turn()
+    core.port.send = send  # type: ignore[method-assign]
+    core.settle()
+    assert core.sent() == {0: [*range(20), "stop"]}
+
+
+def test_one_step_may_be_a_large_backlog(core: Core, three_tokens: None) -> None:
+    core.add(0, [1])
+    core.engine.on_step = lambda outputs: outputs.add(outputs.open_requests[0], list(range(100, 107)))
+    core.settle()
+    assert core.sent() == {0: [*range(100, 107), 1, "stop"]}
+    assert [len(message.tokens) for message in core.port.messages if message.tokens] == [3, 3, 2]
+
+
+def test_answers_and_the_load_leave_with_a_large_backlog(core: Core, three_tokens: None) -> None:
+    core.add(0, list(range(10)))
+    core.port.open = False
+    for _ in range(10):
+        core.loop.turn()
+    core.call(0, "set_stats", 5)
+    core.call(1, "echo")
+    core.loop.turn()
+    core.port.open = True
+    core.settle()
+    *outputs, first, second = core.port.messages
+    assert all(message.handles and message.utility_output is None for message in outputs)
+    assert core.sent() == {0: [*range(10), "stop"]}
+    assert [first.utility_output, second.utility_output] == core.answers()
+    assert core.stats() == [SchedulerStats(waiting=5)]
+
+
+@pytest.mark.parametrize("steps", [1, 6, 12])
+def test_an_unsendable_result_in_a_backlog_ends_its_request(core: Core, three_tokens: None, steps: int) -> None:
+    """It still runs, or its end waits in the columns, or in a message between."""
+    others = list(range(100, 115))
+    core.add(0, [1, 2, 3, 4, 5, 6])
+    core.add(1, others)
+    core.port.open = False
+    core.loop.turn()
+    request_id = core.loop._batch.open_requests[0]
+
+    def result(outputs: OutputBatch) -> None:
+        core.engine.on_step = None
+        outputs.add(request_id, result=object())
+
+    core.engine.on_step = result
+    for _ in range(steps):
+        core.loop.turn()
+    assert core.loop._batch.is_open(request_id) == (steps == 1)
+    waits = any(reason for _, reason, _ in core.loop._clients[EPOCH].columns.finished or ())
+    assert waits == (steps == 6)
+    core.port.open = True
+    core.settle()
+    assert core.sent()[0][-1] == "error"
+    assert "object" in core.errors()[0]
+    assert core.sent()[1] == [*others, "stop"]
 
 
 def test_answers_keep_their_place_behind_outputs_while_the_port_refuses(core: Core) -> None:
@@ -720,8 +815,13 @@ scripts = st.lists(
 )
 
 
-@given(scripts)
-def test_each_live_request_gets_exactly_its_tokens_in_order(script: list[tuple[str, Any]]) -> None:
+@given(scripts, st.sampled_from([1, 4, 16_384]))
+def test_each_live_request_gets_exactly_its_tokens_in_order(script: list[tuple[str, Any]], most: int) -> None:
+    with patch.object(outgoing, "_MAX_TOKENS", most):
+        _check_script(script)
+
+
+def _check_script(script: list[tuple[str, Any]]) -> None:
     core = Core()
     handle = calls = 0
     expected: dict[int, list[Any]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from loop_driver import EPOCH, RANK, Asleep, Core, Peer
 
 from outboard import EngineCore, EngineCoreRequest, OutputBatch
+from outboard.engine import outgoing
 from outboard.engine.events import ClientLeft, Stop
 from outboard.engine.loop import BusyLoop
 from outboard.protocol.messages import ErrorReport, SchedulerStats, UtilityOutput
@@ -441,8 +443,13 @@ scripts = st.lists(
 )
 
 
-@given(scripts)
-def test_each_client_gets_exactly_its_tokens_in_order(script: list[tuple[str, int, Any]]) -> None:
+@given(scripts, st.sampled_from([1, 4, 16_384]))
+def test_each_client_gets_exactly_its_tokens_in_order(script: list[tuple[str, int, Any]], most: int) -> None:
+    with patch.object(outgoing, "_MAX_TOKENS", most):
+        _check_script(script)
+
+
+def _check_script(script: list[tuple[str, int, Any]]) -> None:
     core = Core()
     engine = Chunks()
     core.loop = BusyLoop(engine, core.inbox, ProgressPage(shared=False), rank=RANK)

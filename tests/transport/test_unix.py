@@ -19,6 +19,7 @@ import pytest
 from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
 from outboard.transport.framing import head_of, hello
 from outboard.transport.poller import SocketPoller
+from outboard.transport.reader import MAX_MESSAGES, MAX_TOKENS
 from outboard.transport.unix import SCHEME, UnixReader, UnixSender
 
 Run = Callable[[Awaitable[Any]], Any]
@@ -39,6 +40,7 @@ class Wire:
         self.ends: list[str] = []
         self.got: list[tuple[bytes, list[bytes]]] = []
         self.on_number: Callable[[int], None] = lambda number: None
+        self.tokens = 0  # that each message is said to hold
         self.reader = UnixReader(str(path), EPOCH, most, self._on_message, self.ends.append, self.strangers.append)
         self.mark = mark
         self._wanted = 0
@@ -61,11 +63,12 @@ class Wire:
         while len(self.got) < count and self.reader.drain(1):
             pass
 
-    def _on_message(self, body: Any, aux: Sequence[Any]) -> None:
+    def _on_message(self, body: Any, aux: Sequence[Any]) -> int:
         self.got.append((bytes(body), [bytes(frame) for frame in aux]))
         if self._there is not None and len(self.got) >= self._wanted:
             self._there.set()
         self.on_number(int.from_bytes(body[:4], "big"))
+        return self.tokens
 
     async def wait(self, count: int) -> None:
         self._wanted, self._there = count, asyncio.Event()
@@ -141,28 +144,39 @@ def test_messages_of_another_thread_arrive_as_they_come(run: Run, wire: Wire) ->
     assert wire.numbers == list(range(500))
 
 
-def test_others_get_turns_during_a_flood(run: Run, wire: Wire) -> None:
-    """Also when one look at the socket brought many messages."""
+@pytest.mark.parametrize(("tokens", "most"), [(0, MAX_MESSAGES), (MAX_TOKENS // 3, 4), (MAX_TOKENS, 1)])
+def test_others_get_turns_during_a_flood(run: Run, wire: Wire, tokens: int, most: int) -> None:
+    """Also when one look at the socket brought many messages, and while more come all the time."""
+    wire.tokens = tokens
     turns: list[int] = []
+    sent = 0
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        wire.send(range(400))
 
         def turn() -> None:
+            nonlocal sent
             turns.append(len(wire.got))
-            if len(wire.got) < 400:
+            while sent < 4000 and wire.sender.send([sent.to_bytes(4, "big") + bytes(100)]):
+                sent += 1
+            if len(wire.got) < 4000:
                 loop.call_soon(turn)
 
         wire.reader.attach(loop)
         loop.call_soon(turn)
-        await wire.wait(400)
+        await wire.wait(4000)
 
     run(main())
     steps = [after - before for before, after in itertools.pairwise(turns)]
-    # The callback that put itself on the loop and that of the descriptor can fall into the same round of the loop.
-    assert max(steps) <= 2 * 8
-    assert wire.numbers == list(range(400))
+    assert max(steps) <= most
+    assert wire.numbers == list(range(4000))
+
+
+def test_drain_stops_after_many_tokens(wire: Wire) -> None:
+    wire.tokens = MAX_TOKENS // 2
+    wire.send(range(5))
+    assert [wire.reader.drain(5) for _ in range(4)] == [2, 2, 1, 0]
+    assert wire.numbers == list(range(5))
 
 
 def test_messages_behind_one_that_raises_are_not_stuck(run: Run, wire: Wire) -> None:

@@ -144,16 +144,16 @@ class Receiver:
         self.ended = True
         self._listener.on_broken(self._rank, reason)
 
-    def on_message(self, body: Buffer, aux: Sequence[Buffer]) -> None:
-        """Takes one message from the socket."""
+    def on_message(self, body: Buffer, aux: Sequence[Buffer]) -> int:
+        """Takes one message from the socket; how many tokens it held. An output without any counts as one."""
         self._counters.received += 1
         if self.ended:
-            return
+            return 0
         try:
             message = self._decoder.decode(body, aux)
         except ProtocolError as error:
             self._on_undecodable(body, error)
-            return
+            return 0
         if message.epoch != self._epoch:
             self._counters.drop("other epoch", f"its epoch is {message.epoch:x}, this client's {self._epoch:x}")
         elif isinstance(message, EngineCoreDead):
@@ -168,8 +168,10 @@ class Receiver:
         elif self._well_formed(message):
             self._expected += 1
             self._accept(message)
+            return max(len(message.handles), len(message.tokens))
         else:
             self.give_up("the engine core sent columns that do not fit together")
+        return 0
 
     def _on_undecodable(self, body: Buffer, error: ProtocolError) -> None:
         """Drops junk; what is our engine core's next message must not be lost, or somebody would wait for ever."""

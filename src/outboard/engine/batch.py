@@ -10,21 +10,17 @@ from typing import Any, get_args
 from outboard.protocol.messages import OutputExtras
 from outboard.protocol.sampling import FinishReason
 
-__all__ = ["Columns", "OutputBatch"]
+__all__ = ["Columns", "OutputBatch", "Part"]
 
 _FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 
 _Pick = Callable[[Sequence[int]], Sequence[int]]
 
 
-class Columns:
-    """One client's part of a batch: what waits to be sent to it, named as in `EngineCoreOutputs`.
+class Part:
+    """What is to be sent to a client in one message, named as in `EngineCoreOutputs`."""
 
-    Attributes:
-        open: its requests that have not ended: handle -> id.
-    """
-
-    __slots__ = ("counts", "extras", "finished", "handles", "open", "tokens")
+    __slots__ = ("counts", "extras", "finished", "handles", "tokens")
 
     handles: list[int]
     tokens: list[int]
@@ -33,11 +29,10 @@ class Columns:
     extras: OutputExtras | None
 
     def __init__(self) -> None:
-        self.open: dict[int, str] = {}
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what waits, not the open requests."""
+        """Forgets what waits."""
         self.handles = []
         self.tokens = []
         self.counts = None
@@ -49,6 +44,20 @@ class Columns:
         if self.extras is None:
             self.extras = OutputExtras(logprobs={}, results={}, errors={}, queue_times={}, num_cached_tokens={})
         return self.extras
+
+
+class Columns(Part):
+    """One client's part of a batch: what waits to be sent to it.
+
+    Attributes:
+        open: its requests that have not ended: handle -> id. `clear` leaves them.
+    """
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: dict[int, str] = {}
 
 
 class OutputBatch:

@@ -1,8 +1,8 @@
 """What an engine core sends to one client: columns, answers, load. Nothing here waits.
 
 What the port does not take stays, and later outputs are added to it: a slow front end costs memory for tokens, never
-for messages. Outputs leave inline, after each step: a thread for them would wait for the GIL up to a whole switch
-interval a message.
+for small messages. A large backlog leaves in parts (splitting.py), so that no message keeps a front end busy for long.
+Outputs leave inline, after each step: a thread for them would wait for the GIL up to a whole switch interval a message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from outboard.engine.batch import Columns, OutputBatch
+from outboard.engine.batch import Columns, OutputBatch, Part
+from outboard.engine.splitting import split
 from outboard.errors import InvalidRequestError
 from outboard.protocol.messages import (
     EngineCoreDead,
@@ -24,6 +25,9 @@ from outboard.protocol.messages import (
 )
 
 __all__ = ["Outgoing", "OutputPort", "describe", "error_report"]
+
+# Tokens, and outputs, in one message. So many take a front end 2 to 6 ms to dispatch.
+_MAX_TOKENS = 16_384
 
 # After a refusal the port is asked again after 1 ms, then less often.
 _FIRST_RETRY = 0.001
@@ -89,6 +93,7 @@ class Outgoing:
         self._rank = rank
         self._epoch = epoch
         self._sequence = 0
+        self._parts: deque[Part] = deque()  # of a large backlog; the columns hold what came after them
         self._answers: deque[UtilityOutput] = deque()
         self._stats: SchedulerStats | None = None  # to be sent
         self._stats_sent = SchedulerStats()
@@ -118,8 +123,10 @@ class Outgoing:
         Args:
             now: `time.monotonic()`.
         """
-        columns = self._columns
-        while columns.handles or self._answers or self._stats is not None:
+        columns, parts = self._columns, self._parts
+        if len(columns.tokens) > _MAX_TOKENS or len(columns.handles) > _MAX_TOKENS:
+            parts.extend(split(columns, _MAX_TOKENS))
+        while parts or columns.handles or self._answers or self._stats is not None:
             # Once refused, ask before encoding again: what is held grows.
             if (self._refused and not self._port.writable()) or not self._send(now):
                 return self._refuse()
@@ -128,7 +135,9 @@ class Outgoing:
             if self._stats is not None:
                 self._stats_sent = self._stats
                 self._stats = None
-            if columns.handles:
+            if parts:
+                parts.popleft()
+            elif columns.handles:
                 columns.clear()
             elif self._answers:
                 self._answers.popleft()
@@ -137,6 +146,8 @@ class Outgoing:
     def _send(self, now: float) -> bool:
         """Sends the next message."""
         frames = self._encode(now)
+        if self._parts:  # each is large enough to leave alone
+            return self._port.send(frames)
         return self._port.send(frames, more=len(self._answers) > (0 if self._columns.handles else 1))
 
     def _refuse(self) -> bool:
@@ -146,57 +157,56 @@ class Outgoing:
 
     def _encode(self, now: float, repaired: bool = False) -> Frames:
         """The next message: columns if there are any, else an answer, else the load alone."""
-        columns = self._columns
+        part = self._parts[0] if self._parts else self._columns
         message = EngineCoreOutputs(
             self._rank,
             self._epoch,
             self._sequence,
             now,
-            columns.handles,
-            columns.tokens,
-            columns.counts,
-            columns.finished,
-            columns.extras,
+            part.handles,
+            part.tokens,
+            part.counts,
+            part.finished,
+            part.extras,
             self._stats,
-            self._answers[0] if self._answers and not columns.handles else None,
+            self._answers[0] if self._answers and not part.handles else None,
         )
         try:
             return self._port.encode(message)
         except _UNSENDABLE as error:
             if repaired:
                 raise
-            if columns.handles:
-                self._fail_unsendable_results()
+            if part.handles:
+                self._fail_unsendable_results(part)
             elif self._answers:
                 self._answers[0] = UtilityOutput(self._answers[0].call_id, error=error_report(error))
             return self._encode(now, repaired=True)
 
-    def _fail_unsendable_results(self) -> None:
+    def _fail_unsendable_results(self, part: Part) -> None:
         """Ends each request whose result cannot be sent with an error of its own; the others are untouched."""
-        columns = self._columns
-        if columns.extras is None:
+        if part.extras is None:
             return
-        columns.extras.errors = {position: _encodable(text) for position, text in columns.extras.errors.items()}
-        results = columns.extras.results
+        part.extras.errors = {position: _encodable(text) for position, text in part.extras.errors.items()}
+        results = part.extras.results
         for position, result in list(results.items()):
             try:
                 self._port.encode(EngineCoreOutputs(0, 0, 0, 0.0, extras=OutputExtras(results={0: result})))
             except _UNSENDABLE as error:
                 del results[position]
-                self._fail(columns.handles[position], describe(error))
+                self._fail(part.handles[position], describe(error))
 
     def _fail(self, handle: int, reason: str) -> None:
-        """Ends a request with an error, also one that ends with the columns that wait to be sent."""
-        columns = self._columns
-        request_id = columns.open.get(handle)
+        """Ends a request with an error, also one whose end waits to be sent."""
+        request_id = self._columns.open.get(handle)
         if request_id is not None:
             self._abort_requests([request_id])
             self._batch.add(request_id, finish_reason="error", error=reason)
             return
-        for index, (position, _, _) in enumerate(columns.finished or ()):
-            if columns.handles[position] == handle and columns.finished is not None and columns.extras is not None:
-                columns.finished[index] = (position, "error", None)
-                columns.extras.errors[position] = reason
+        for part in (*self._parts, self._columns):
+            for index, (position, _, _) in enumerate(part.finished or ()):
+                if part.handles[position] == handle and part.finished is not None:
+                    part.finished[index] = (position, "error", None)
+                    part.extras_to_fill().errors[position] = reason
 
 
 def error_report(error: BaseException) -> ErrorReport:

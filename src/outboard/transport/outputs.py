@@ -11,7 +11,7 @@ from typing import Protocol
 from outboard.config import TransportConfig
 from outboard.protocol.tensors import Buffer
 from outboard.transport.poller import SocketPoller
-from outboard.transport.reader import Loop, SocketReader
+from outboard.transport.reader import Loop, OnMessage, SocketReader
 from outboard.transport.session import front_end_socket
 from outboard.transport.sockets import ZmqContext, ZmqSender, bind_output, remove_socket_file
 from outboard.transport.unix import SCHEME, UnixReader, UnixSender
@@ -45,6 +45,8 @@ class OutputSender(Protocol):
 class OutputReader(Protocol):
     """The client's end. Calls `on_message(body, auxiliary frames)` for each message; a body is valid during the call.
 
+    What it returns is how many tokens there were: past a number of them others on the loop get their turn.
+
     Attributes:
         address: for `connect_outputs`. Never used twice: what a dead peer still holds for an old one must not reach a
             new socket.
@@ -61,7 +63,7 @@ class OutputReader(Protocol):
         ...
 
     def drain(self, limit: int) -> int:
-        """Hands on up to `limit` messages that are there; how many they were."""
+        """Hands on up to `limit` messages that are there, fewer where they hold many tokens; how many they were."""
         ...
 
     def stop(self) -> None:
@@ -78,7 +80,7 @@ def listen_for_outputs(
     directory: str,
     epoch: int,
     config: TransportConfig,
-    on_message: Callable[[Buffer, Sequence[Buffer]], None],
+    on_message: OnMessage,
     on_end: Callable[[str], None],
     on_stranger: Callable[[str], None],
 ) -> OutputReader:
@@ -137,7 +139,7 @@ class ZmqReader(SocketReader):
         context: ZmqContext,
         path: str,
         config: TransportConfig,
-        on_message: Callable[[Buffer, Sequence[Buffer]], None],
+        on_message: OnMessage,
     ) -> None:
         self.address = f"ipc://{path}"
         super().__init__(bind_output(context, self.address, config), on_message)

@@ -22,7 +22,7 @@ from outboard.errors import ProtocolError
 from outboard.protocol.tensors import Buffer
 from outboard.transport.framing import HELLO_BYTES, Assembler, Message, head_of, hello
 from outboard.transport.poller import SocketPoller
-from outboard.transport.reader import MAX_MESSAGES, Loop
+from outboard.transport.reader import MAX_MESSAGES, MAX_TOKENS, Loop, OnMessage
 from outboard.transport.sockets import remove_socket_file
 
 __all__ = ["SCHEME", "UnixReader", "UnixSender"]
@@ -175,7 +175,7 @@ class UnixReader:
         path: str,
         epoch: int,
         max_message_bytes: int,
-        on_message: Callable[[Buffer, Sequence[Buffer]], None],
+        on_message: OnMessage,
         on_end: Callable[[str], None],
         on_stranger: Callable[[str], None],
     ) -> None:
@@ -185,6 +185,7 @@ class UnixReader:
         self._on_end = on_end
         self._on_stranger = on_stranger
         self._assembler = Assembler(max_message_bytes)
+        self._scheduled = False  # whether there is a callback on the loop, besides the descriptor's
         self._emptied = False  # in this drain: no need to ask the socket again
         self._loop: Loop | None = None
         self._socket: socket.socket | None = None
@@ -227,12 +228,15 @@ class UnixReader:
             loop.add_reader(self._socket.fileno(), self._on_readable)
 
     def drain(self, limit: int) -> int:
-        """Hands on up to `limit` messages that are there; how many they were."""
+        """Hands on up to `limit` messages that are there, fewer where they hold many tokens; how many they were."""
         self._emptied = False
+        tokens = 0
         for count in range(limit):
             if self._socket is None or (message := self._next(self._socket)) is None:
                 return count
-            self._on_message(*message)
+            tokens += self._on_message(*message) or 0
+            if tokens >= MAX_TOKENS:
+                return count + 1
         return limit
 
     def stop(self) -> None:
@@ -249,16 +253,21 @@ class UnixReader:
         self._listener.close()
         remove_socket_file(self.address)
 
+    def _on_turn(self) -> None:
+        self._scheduled = False
+        self._on_readable()
+
     def _on_readable(self) -> None:
         loop = self._loop
-        if loop is None:
+        if loop is None or self._scheduled:  # two drains a turn would become three in the next, and so on
             return
         try:
             self.drain(MAX_MESSAGES)
         finally:
             # What is in the socket is told of again, what is here is not.
             if self._assembler.holds and self._loop is loop:
-                loop.call_soon(self._on_readable)
+                self._scheduled = True
+                loop.call_soon(self._on_turn)
 
     def _next(self, connection: socket.socket) -> Message | None:
         """The next message; None if it has not all come."""
