@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Schedules of `make chaos`; with SEED=123 that one alone, and what it does.
 SEEDS ?= 200
 
-.PHONY: demo test test-slow chaos lint bench clean
+.PHONY: demo demo-serve test test-slow chaos lint bench clean
 
 ## Install, fetch the small model, and stream an answer of it through an engine-core process.
 demo: .venv/demo
@@ -15,6 +15,11 @@ demo: .venv/demo
 # Hundreds of tests start, stop and kill real processes against a clock; on a busy machine one may come too late. It is
 # tried again, and the summary says so (R); make RERUNS=0 test does without.
 RERUNS ?= 2
+
+## Install, serve the small model, and ask it something with curl.
+demo-serve: .venv/serve
+	$(BIN)/outboard models pull smollm2-135m
+	BIN=$(BIN) bash examples/ask_server.sh
 
 ## Install, lint, type-check, run all tests.
 test: .venv/dev lint
@@ -48,9 +53,13 @@ bench: .venv/dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[openvino]'
 	touch $@
 
+.venv/serve: .venv/pip pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[openvino,serve,uvloop]'
+	touch $@
+
 .venv/dev: .venv/pip pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,openvino,uvloop]'
-	touch $@ .venv/demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,openvino,serve,traces,uvloop]'
+	touch $@ .venv/demo .venv/serve
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage

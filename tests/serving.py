@@ -30,7 +30,7 @@ class Server:
     """
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         command = [OUTBOARD, "serve", *arguments, "--port", "0", "--log-level", "info"]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._stderr, text=True, env={**os.environ, **(env or {})}
@@ -174,5 +174,3 @@ def eventually(condition: Any, timeout: float = 20.0) -> Any:
             return value
         assert time.monotonic() < deadline, f"not so within {timeout} s"
         time.sleep(0.02)
-
-

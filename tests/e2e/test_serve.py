@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving import Server, ask, eventually, events, serving
+from serving import Server, ask, events, eventually, serving
 
 MOCK = ("mock", "--option", "step_ms=2", "--option", "max_model_len=4096")
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -72,7 +72,7 @@ def test_usage_in_every_event(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_and_completions(server: Server, stream: bool) -> None:
-    body = {"prompt": ["one", "three", [65, 66]], "n": 2, "max_tokens": 4, "stream": stream}
+    body = {"prompt": ["one", "three", "it"], "n": 2, "max_tokens": 4, "stream": stream}
     status, _, answer = server.ask("POST", "/v1/completions", body)
     assert status == 200
     texts: dict[int, str] = {}
@@ -136,7 +136,7 @@ def test_models_and_tokens(server: Server) -> None:
         ([1], 400, None, "invalid_value"),
         ("{", 400, None, "invalid_json"),
         (b"\xff\xfe", 400, None, "invalid_json"),
-        ("[" * 100_000, 400, None, "invalid_json"),
+        ('{"a":' * 100_000, 400, None, "invalid_json"),
     ],
 )
 def test_bad_requests(server: Server, body: object, status: int, param: str | None, code: str | None) -> None:
@@ -235,9 +235,7 @@ def test_limits_and_keys() -> None:
         too_large = {"prompt": "x" * 3000}
         assert server.ask("POST", "/v1/completions", too_large, first)[0] == 413
         long = {**first, "x-request-timeout": "4"}
-        threads = [
-            threading.Thread(target=server.ask, args=("POST", "/v1/completions", body, long)) for _ in range(3)
-        ]
+        threads = [threading.Thread(target=server.ask, args=("POST", "/v1/completions", body, long)) for _ in range(3)]
         for thread in threads:
             thread.start()
             time.sleep(0.3)  # the first is to have its first token before the others wait for theirs

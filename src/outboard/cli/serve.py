@@ -62,6 +62,10 @@ def serve(
             metavar="SECONDS", help="What a client may take to read what was written.", rich_help_panel=_LIMITS
         ),
     ] = 30.0,
+    receive_timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="For a request's header, and again its body.", rich_help_panel=_LIMITS),
+    ] = 30.0,
     max_body_bytes: Annotated[int, typer.Option(help="Of a request.", rich_help_panel=_LIMITS)] = 32 << 20,
     data_parallel_size: Annotated[int, typer.Option(help="Engine cores.", rich_help_panel=_ENGINES)] = 1,
     max_data_parallel_size: Annotated[
@@ -148,6 +152,7 @@ def serve(
             request_timeout=request_timeout,
             slow_reader_timeout=slow_reader_timeout,
             max_body_bytes=max_body_bytes,
+            receive_timeout=receive_timeout,
             admin=AdminConfig(host=admin_host, port=admin_port, key=admin_key),
             log_format=log_format,
             log_level=log_level,

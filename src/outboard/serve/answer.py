@@ -38,6 +38,7 @@ class Answer(ABC):
         self._outlet = Outlet(exchange.send, self._on_free, exchange.write_chunk)
         self._form = form
         self.id = form.id
+        self._exchange = exchange
         self._headers = exchange.answer_headers
         self.status = 0
         self.usage = Usage()
@@ -62,6 +63,11 @@ class Answer(ABC):
     def close(self) -> None:
         """Lets go of the connection."""
         self._outlet.close()
+
+    def abort(self) -> None:
+        """Drops the connection."""
+        self.close()
+        self._exchange.abort()
 
     @abstractmethod
     def _on_free(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from outboard.serve.errors import ApiError
-from outboard.serve.http_server import WRITE_CHUNK
+from outboard.serve.http_server import ABORT, WRITE_CHUNK
 from outboard.serve.outlet import Send, WriteChunk
 
 __all__ = ["Exchange", "Receive", "Scope"]
@@ -31,6 +31,7 @@ class Exchange:
         request_id: the client's `x-request-id`, or a random one.
         send: the server's.
         write_chunk: see `Outlet`.
+        abort: drops the connection, with what was written and not sent; where the server can.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,7 +39,9 @@ class Exchange:
         asked = self.headers.get(b"x-request-id", b"")
         self.request_id = asked.decode() if _USABLE_ID.fullmatch(asked) else secrets.token_hex(16)
         self.send = send
-        self.write_chunk: WriteChunk | None = scope.get("extensions", {}).get(WRITE_CHUNK)
+        extensions = scope.get("extensions", {})
+        self.write_chunk: WriteChunk | None = extensions.get(WRITE_CHUNK)
+        self.abort: Callable[[], None] = extensions.get(ABORT, lambda: None)
         self._receive = receive
 
     @property

@@ -107,11 +107,11 @@ class Generation:
         record.completion_tokens = self.completion_tokens
 
     def slow(self) -> None:
-        """The client does not read: ends it, without an answer."""
+        """The client does not read: ends it, and its connection, without an answer."""
         if not self._ended:
             self._record.error = "slow_reader"
             self._end()
-        self._answer.close()
+        self._answer.abort()
 
     # --- inside ---
 

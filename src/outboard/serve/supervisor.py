@@ -111,6 +111,7 @@ class Supervisor:
         self._draining = True
         if self._servers is not None and self._start is None and not self._closing:
             seconds = self._engine.faults.shutdown_timeout if timeout is None else timeout
+            self._close_listeners()
             self._cut += await self._servers.drain(seconds)
         await self.shutdown()
         return not self._cut
@@ -152,7 +153,6 @@ class Supervisor:
         self._reporter = Reporter(client, report, self._report)
         self._reporter.start()
         await self._servers.start()
-        listener.close()  # the API processes have it
         if admin_listener is not None:
             self.admin_address = admin_listener.getsockname()[:2]
             app = AdminApp(
@@ -179,10 +179,14 @@ class Supervisor:
             await self._reporter.stop()
         if self._client is not None:
             await asyncio.to_thread(self._client.shutdown, timeout)
-        for listener in self._listeners:
-            listener.close()
+        self._close_listeners()
         if not self._failure.done():
             self._failure.set_result(None)
+
+    def _close_listeners(self) -> None:
+        """Nobody connects any more, once the API processes have closed theirs, too."""
+        for listener in self._listeners:
+            listener.close()
 
     def _bind(self, host: str, port: int) -> socket.socket:
         try:
