@@ -1,12 +1,7 @@
-"""The page at /ui, in a browser.
-
-With OUTBOARD_UI_URL set to the address of a server, as `http://127.0.0.1:8000`, the tests that need no server of their
-own run against it.
-"""
+"""The page at /ui, in a browser: with a real server, and with one that says whatever a test needs."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from serving import Server, serving
 from ui_server import Engine, UiServer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
@@ -85,19 +81,27 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def stub() -> Iterator[UiServer]:
     """A server that the test sets up."""
-    if "OUTBOARD_UI_URL" in os.environ:
-        pytest.skip("sets up a server of its own")
     server = UiServer()
     server.start()
     yield server
     server.stop()
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A real one."""
+    with serving("mock", "--option", "step_ms=5", "--option", "max_model_len=512") as server:
+        yield server
+
+
 @pytest.fixture
 def base_url(request: pytest.FixtureRequest) -> str:
     """Of the server whose page is looked at."""
-    given = os.environ.get("OUTBOARD_UI_URL")
-    return given.rstrip("/") if given else request.getfixturevalue("stub").url
+    url: str = request.getfixturevalue(getattr(request, "param", "stub")).url
+    return url
+
+
+BOTH = pytest.mark.parametrize("base_url", ["stub", "server"], indirect=True)
 
 
 @pytest.fixture
@@ -148,9 +152,10 @@ def last_answer(page: Any) -> Any:
     return page.locator(".message.assistant").last
 
 
-# Against any server
+# Against any server: the real one, too
 
 
+@BOTH
 def test_engines_and_models_are_shown(page: Any) -> None:
     shows(page, "#connection-text", "Live")
     expect(page.locator("#engine-rows tr").first.locator(".state-text")).to_have_text("READY", timeout=WAIT)
@@ -159,6 +164,7 @@ def test_engines_and_models_are_shown(page: Any) -> None:
     expect(page.locator("#no-engines")).to_be_hidden()
 
 
+@BOTH
 def test_an_answer_is_streamed_and_timed(page: Any) -> None:
     say(page, "Say hello.")
     answer = last_answer(page)
@@ -169,6 +175,7 @@ def test_an_answer_is_streamed_and_timed(page: Any) -> None:
     expect(page.locator(".message.user .said")).to_have_text("Say hello.")
 
 
+@BOTH
 def test_nothing_of_the_page_is_wider_than_a_phone(new_page: Callable[..., Any]) -> None:
     page = new_page(viewport={"width": 320, "height": 640})
     shows(page, "#connection-text", "Live")
