@@ -149,6 +149,26 @@ def test_an_api_process_is_killed() -> None:
         eventually(lambda: server.metric("generation_tokens_total") == 24)  # those of the dead one count on
 
 
+def test_scaling_while_streams_run() -> None:
+    arguments = ("--max-data-parallel-size", "3", "--api-server-count", "2")
+    with serving(*MOCK, *arguments, admin=True) as server:
+        asking = [Asking(server, {"prompt": "x", "max_tokens": 2000, "stream": True}) for _ in range(8)]
+        wait_until_running(server, 8)
+        assert server.admin("POST", "/admin/scale", {"data_parallel_size": 3}) == {"data_parallel_size": 3}
+        asking += [Asking(server, {"prompt": "x", "max_tokens": 300, "stream": True}) for _ in range(8)]
+        states = [one["state"] for one in server.admin("GET", "/admin/engines")["engines"]]
+        assert states == ["ready"] * 3
+        assert server.admin("POST", "/admin/scale", {"data_parallel_size": 9})[0] == 400
+        down = {"data_parallel_size": 1, "drain_timeout": 20}
+        assert server.admin("POST", "/admin/scale", down) == {"data_parallel_size": 1}
+        for one in asking:
+            *chunks, end = events(one.result()[2])
+            assert end == "[DONE]"
+            assert "error" not in chunks[-1]
+        eventually(lambda: len(server.engine_pids()) == 1)
+        assert "scale: DONE" in server.stderr()
+
+
 def test_drain(run: Run) -> None:
     with serving(*MOCK, "--shutdown-timeout", "20", admin=True) as server:
         asking = [Asking(server, {"prompt": "x", "max_tokens": 700, "stream": stream}) for stream in (True, False)]
