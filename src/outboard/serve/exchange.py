@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from outboard.serve.errors import ApiError
-from outboard.serve.http_server import WRITE_CHUNK
+from outboard.serve.http_server import ABORT, WRITE_CHUNK
 from outboard.serve.outlet import Send, WriteChunk
 
 __all__ = ["Exchange", "Receive", "Scope"]
@@ -38,7 +38,9 @@ class Exchange:
         asked = self.headers.get(b"x-request-id", b"")
         self.request_id = asked.decode() if _USABLE_ID.fullmatch(asked) else secrets.token_hex(16)
         self.send = send
-        self.write_chunk: WriteChunk | None = scope.get("extensions", {}).get(WRITE_CHUNK)
+        extensions = scope.get("extensions", {})
+        self.write_chunk: WriteChunk | None = extensions.get(WRITE_CHUNK)
+        self._abort: Callable[[], None] | None = extensions.get(ABORT)
         self._receive = receive
 
     @property
@@ -99,6 +101,11 @@ class Exchange:
         """Waits until the answer is complete, or the client has gone away."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+    def cut(self) -> None:
+        """Ends the connection, whatever is still to be written; `until_over` returns."""
+        if self._abort is not None:
+            self._abort()
 
     async def refuse(self, error: ApiError) -> None:
         """Answers with an error."""

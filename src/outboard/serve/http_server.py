@@ -13,13 +13,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from outboard.serve.outlet import WriteChunk
 
-__all__ = ["WRITE_CHUNK", "HttpServer", "allow_many_connections"]
+__all__ = ["ABORT", "WRITE_CHUNK", "HttpServer", "allow_many_connections"]
 
 # Of idle connections; longer than that of usual proxies, which then close first.
 _KEEP_ALIVE = 75
 _BACKLOG = 2048
 # Name of the ASGI extension by which an application may write chunks of its answer with no coroutine.
 WRITE_CHUNK = "outboard.write_chunk"
+# That by which it may end the connection, whatever is still to be written.
+ABORT = "outboard.abort"
 
 
 class HttpServer(uvicorn.Server):
@@ -63,10 +65,11 @@ class HttpServer(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, and two things more.
+    """uvicorn's, and some things more.
 
     It closes a connection that does not get a request's header across in time, such as one that sends a byte a minute:
-    uvicorn has a limit for the time between requests, and none for this. And it offers `WRITE_CHUNK`.
+    uvicorn has a limit for the time between requests, and none for this. It offers `WRITE_CHUNK` and
+    `ABORT`.
     """
 
     receive_timeout = 30.0
@@ -89,7 +92,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         cycle = self.cycle
         if cycle is not None and cycle.scope is self.scope:
-            self.scope["extensions"] = {WRITE_CHUNK: _chunk_writer(cycle)}  # type: ignore[dict-item]
+            self.scope["extensions"] = {WRITE_CHUNK: _chunk_writer(cycle), ABORT: self.transport.abort}  # type: ignore[dict-item]
 
     def _await_header(self) -> None:
         if self._header_timer is None:
