@@ -109,6 +109,26 @@ def test_completions_have_no_opening() -> None:
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("form", [ChatFormat, CompletionFormat])
+def test_texts_behind_a_first_token_without_text_are_not_lost(form: Any, chunks: bool) -> None:
+    """The first byte of a character, or what may become a stop string."""
+
+    async def body() -> None:
+        connection = FakeConnection(chunks=chunks)
+        answer = _streamed(connection, form)
+        answer.add(0, _output(_one("")))
+        assert connection.status == 200  # it has begun
+        on_text = answer.text_writer(0)
+        assert on_text is not None
+        on_text("é")
+        answer.add(0, _output(_one("", "length")))
+        answer.finish()
+        assert [text for text in _texts(connection.events) if text] == ["é", "[DONE]"]
+
+    asyncio.run(body())
+
+
 def test_an_output_with_nothing_to_tell_is_no_event() -> None:
     async def body() -> None:
         connection = FakeConnection()

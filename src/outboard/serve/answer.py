@@ -157,7 +157,9 @@ class StreamedAnswer(Answer):
             for one in outputs:
                 self._hold(base + one.index, one)
             self._check_held()
-        elif events := b"".join(self._event(base + one.index, one) for one in outputs):
+            return
+        events = b"".join(self._event(base + one.index, one) for one in outputs)
+        if events or not self.status:  # what follows may come to `text_writer`, which writes no head
             self._write(events)
 
     def text_writer(self, choice: int) -> OnText | None:
