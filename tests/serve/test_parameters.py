@@ -91,6 +91,8 @@ def test_parts_of_text_become_one_text() -> None:
         ),
         ({"role": "tool", "content": "x"}, "messages[1]", "unsupported_parameter"),
         ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages[1]", "unsupported_parameter"),
+        ({"content": "x"}, "messages[1].role", None),
+        ({"role": 3, "content": "x"}, "messages[1].role", None),
     ],
 )
 def test_messages_that_cannot_be_honoured_are_refused_by_place(
@@ -269,6 +271,7 @@ def test_what_contradicts_itself_is_refused(fields: dict[str, Any]) -> None:
         (None, (False, False)),
         ({}, (False, False)),
         ({"include_usage": False}, (False, False)),
+        ({"include_usage": None}, (False, False)),
         ({"include_usage": True}, (True, False)),
         ({"include_usage": True, "continuous_usage_stats": True}, (True, True)),
         ({"continuous_usage_stats": True}, (True, True)),

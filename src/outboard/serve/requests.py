@@ -21,8 +21,8 @@ _Stop = str | Annotated[list[str], msgspec.Meta(max_length=64)] | None
 class StreamOptions(msgspec.Struct, kw_only=True):
     """`stream_options`: `include_usage` asks for a last event with counts, `continuous_usage_stats` for them in all."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class Sampling(msgspec.Struct, kw_only=True):
