@@ -35,10 +35,10 @@ class Answer(ABC):
     """
 
     def __init__(self, exchange: Exchange, form: Format) -> None:
-        self._outlet = Outlet(exchange.send, self._on_free, exchange.write_chunk)
+        self._outlet = Outlet(exchange.send, self._on_busy, self._on_free, exchange.write_chunk)
+        self._exchange = exchange
         self._form = form
         self.id = form.id
-        self._exchange = exchange
         self._headers = exchange.answer_headers
         self.status = 0
         self.usage = Usage()
@@ -64,14 +64,18 @@ class Answer(ABC):
         """Lets go of the connection."""
         self._outlet.close()
 
-    def abort(self) -> None:
-        """Drops the connection."""
+    def cut(self) -> None:
+        """Ends the connection; what it has not taken is lost."""
         self.close()
-        self._exchange.abort()
+        self._exchange.cut()
+
+    @abstractmethod
+    def _on_busy(self) -> None:
+        """The connection takes no more for now."""
 
     @abstractmethod
     def _on_free(self) -> None:
-        """The connection takes more again."""
+        """It takes more again."""
 
     def _write_document(self, status: int, body: bytes, more: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -100,6 +104,9 @@ class WholeAnswer(Answer):
 
     def fail(self, error: ApiError) -> None:
         self._write_error(error)
+
+    def _on_busy(self) -> None:
+        pass  # it is written as a whole
 
     def _on_free(self) -> None:
         pass  # there is nothing more to write
@@ -149,8 +156,10 @@ class StreamedAnswer(Answer):
         if self._outlet.busy:
             for one in outputs:
                 self._hold(base + one.index, one)
-            self._begin_to_be_slow()
-        elif events := b"".join(self._event(base + one.index, one) for one in outputs):
+            self._check_held()
+            return
+        events = b"".join(self._event(base + one.index, one) for one in outputs)
+        if events or not self.status:  # what follows may come to `text_writer`, which writes no head
             self._write(events)
 
     def text_writer(self, choice: int) -> OnText | None:
@@ -163,7 +172,7 @@ class StreamedAnswer(Answer):
             # The hot path: nearly all tokens come here.
             if outlet.busy:
                 self._hold(choice, CompletionOutput(0, text, []))
-                self._begin_to_be_slow()
+                self._check_held()
             else:
                 outlet.body(before + _encode_text(text) + behind)
 
@@ -185,7 +194,6 @@ class StreamedAnswer(Answer):
     def _end(self, last: bytes) -> None:
         if self._outlet.busy:
             self._last = last
-            self._begin_to_be_slow()
         else:
             self._write(last, more_body=False)
 
@@ -222,12 +230,13 @@ class StreamedAnswer(Answer):
             held.logprobs = (held.logprobs or []) + new.logprobs
         held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
 
-    def _begin_to_be_slow(self) -> None:
+    def _check_held(self) -> None:
         if self._held_bytes > self._slow_bytes:
             self._on_slow()
-        elif self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._slow_timeout, self._on_slow)
+
+    def _on_busy(self) -> None:
+        self._stop_timer()
+        self._timer = asyncio.get_running_loop().call_later(self._slow_timeout, self._on_slow)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

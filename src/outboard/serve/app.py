@@ -109,7 +109,11 @@ class _Rest:
             raise ApiError(400, "give either prompt or messages", param="prompt")
         text = asked.prompt
         if asked.messages is not None:
-            text = tokenizer.apply_chat_template(text_messages(asked.messages))
+            messages = text_messages(asked.messages)
+            try:
+                text = tokenizer.apply_chat_template(messages)
+            except Exception as error:  # templates refuse what they do not know in ways of their own
+                raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
         # In a thread: a long text takes a while.
         tokens = await asyncio.to_thread(tokenizer.encode, text or "")
         limit = self._service.llm.engine_info.max_model_len

@@ -35,6 +35,8 @@ class AdminConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         _check_port(self.port or 0, "admin_port")
+        if self.key is not None:
+            _check_key("the admin key", self.key)
         if self.port is not None and self.key is None and not _is_loopback(self.host):
             raise ConfigError(
                 f"administration on {self.host} would be open to other hosts: set an admin key, or listen on 127.0.0.1"
@@ -86,8 +88,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _check_port(self.port, "port")
         _within("api_server_count", self.api_server_count, 1, MOST_API_SERVERS)
         _within("the number of API keys", len(self.api_keys), 0, MOST_KEYS)
-        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
-            raise ConfigError("an API key is made of printable ASCII characters without spaces, and is not empty")
+        for key in self.api_keys:
+            _check_key("an API key", key)
         _within("max_waiting", self.max_waiting, 1, 1 << 31)
         if self.max_concurrent_per_key is not None:
             _within("max_concurrent_per_key", self.max_concurrent_per_key, 1, 1 << 31)
@@ -114,6 +116,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def _within(name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise ConfigError(f"{name} must be at least {least} and at most {most}, not {value!r}")
+
+
+def _check_key(name: str, key: str) -> None:
+    if not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(f"{name} is made of printable ASCII characters without spaces, and is not empty")
 
 
 def _check_port(value: int, name: str) -> None:

@@ -31,7 +31,6 @@ class Exchange:
         request_id: the client's `x-request-id`, or a random one.
         send: the server's.
         write_chunk: see `Outlet`.
-        abort: drops the connection, with what was written and not sent; where the server can.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,7 +40,7 @@ class Exchange:
         self.send = send
         extensions = scope.get("extensions", {})
         self.write_chunk: WriteChunk | None = extensions.get(WRITE_CHUNK)
-        self.abort: Callable[[], None] = extensions.get(ABORT, lambda: None)
+        self._abort: Callable[[], None] | None = extensions.get(ABORT)
         self._receive = receive
 
     @property
@@ -102,6 +101,11 @@ class Exchange:
         """Waits until the answer is complete, or the client has gone away."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+    def cut(self) -> None:
+        """Ends the connection, whatever is still to be written; `until_over` returns."""
+        if self._abort is not None:
+            self._abort()
 
     async def refuse(self, error: ApiError) -> None:
         """Answers with an error."""

@@ -107,11 +107,11 @@ class Generation:
         record.completion_tokens = self.completion_tokens
 
     def slow(self) -> None:
-        """The client does not read: ends it, and its connection, without an answer."""
+        """The client does not read: ends it and the connection, without the rest of the answer."""
+        self._record.error = self._record.error or "slow_reader"
         if not self._ended:
-            self._record.error = "slow_reader"
             self._end()
-        self._answer.abort()
+        self._answer.cut()
 
     # --- inside ---
 
@@ -130,7 +130,7 @@ class Generation:
         if self._answer.counts_always:
             self._answer.usage.completion_tokens = self.completion_tokens
         self._answer.add(base, output)
-        if output.finished:
+        if output.finished and not self._ended:  # the client may have been too slow for it
             self._unfinished -= 1
             if not self._unfinished:
                 self._answer.usage.completion_tokens = self.completion_tokens

@@ -23,17 +23,25 @@ class Outlet:
         send: the server's own, not wrapped by any middleware.
         write_chunk: a shorter way for more of the body, where the server has one (see http_server.py); it returns
             whether it has written.
-        on_free: called when the outlet is busy no more.
+        on_busy: called when the outlet begins to be busy.
+        on_free: called when it is busy no more.
 
     Attributes:
         busy: whether a write is still under way.
     """
 
-    __slots__ = ("_on_free", "_send", "_task", "_write_chunk", "busy")
+    __slots__ = ("_on_busy", "_on_free", "_send", "_task", "_write_chunk", "busy")
 
-    def __init__(self, send: Send, on_free: Callable[[], None], write_chunk: WriteChunk | None = None) -> None:
+    def __init__(
+        self,
+        send: Send,
+        on_busy: Callable[[], None],
+        on_free: Callable[[], None],
+        write_chunk: WriteChunk | None = None,
+    ) -> None:
         self._send = send
         self._write_chunk = write_chunk
+        self._on_busy = on_busy
         self._on_free = on_free
         self._task: asyncio.Task[None] | None = None
         self.busy = False
@@ -46,10 +54,10 @@ class Outlet:
     def body(self, body: bytes, more_body: bool = True) -> None:
         """Writes more of the body."""
         write_chunk = self._write_chunk
-        if write_chunk is not None and more_body and write_chunk(body):
-            return
-        coroutine = self._send({"type": "http.response.body", "body": body, "more_body": more_body})
         try:
+            if write_chunk is not None and more_body and write_chunk(body):
+                return
+            coroutine = self._send({"type": "http.response.body", "body": body, "more_body": more_body})
             suspended = coroutine.send(None)
         except StopIteration:
             return
@@ -79,6 +87,7 @@ class Outlet:
     ) -> None:
         self.busy = True
         self._task = asyncio.get_running_loop().create_task(self._finish(coroutine, suspended, rest))
+        self._on_busy()
 
     async def _finish(
         self, coroutine: Coroutine[Any, Any, None], suspended: Any, rest: list[MutableMapping[str, Any]]

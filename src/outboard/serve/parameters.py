@@ -113,6 +113,8 @@ def _params(request: Sampling, max_tokens: int | None, logprobs: int | None, str
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     where = f"messages[{index}]"
+    if not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{where}.role must be a text, such as 'user'", param=f"{where}.role")
     if message.get("tool_calls") or message.get("role") in ("tool", "function"):
         raise _unsupported(where, "tools are not")
     if isinstance(content, list):
@@ -153,4 +155,5 @@ def stream_usage(request: Sampling) -> Sequence[bool]:
         return False, False
     if not request.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    return options.include_usage or options.continuous_usage_stats, options.continuous_usage_stats
+    in_all = bool(options.continuous_usage_stats)
+    return in_all or bool(options.include_usage), in_all

@@ -13,14 +13,16 @@ import msgspec
 __all__ = ["ChatRequest", "CompletionRequest", "DetokenizeRequest", "Sampling", "StreamOptions", "TokenizeRequest"]
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+# An engine core counts in 32 bits, and a message to it holds no more than 64.
+_Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 _Stop = str | Annotated[list[str], msgspec.Meta(max_length=64)] | None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """`stream_options`: `include_usage` asks for a last event with counts, `continuous_usage_stats` for them in all."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -30,7 +32,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = 1
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: _Count | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
@@ -43,7 +45,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[_TokenId] | None = None
     skip_special_tokens: bool | None = None
@@ -64,7 +66,7 @@ class ChatRequest(Sampling, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_completion_tokens: _Count | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     tools: list[Any] | None = None
