@@ -76,13 +76,14 @@ class ApiProcess:
             async def each_second() -> None:
                 metrics.tell_tokens(service.completion_tokens)
 
-            server = self._server = HttpServer(ApiApp(service), config.receive_timeout, each_second)
+            server = self._server = HttpServer(
+                ApiApp(service), config.receive_timeout, lambda: channel.send(Serving()), each_second
+            )
             if self._drain_timeout is not None:
                 self._drain(self._drain_timeout)
             # What has been made so far stays: no collection need look at it again.
             gc.collect()
             gc.freeze()
-            channel.send(Serving())
             await server.serve([self._listener])
             metrics.tell_tokens(service.completion_tokens)
             channel.send(Drained(service.cut))

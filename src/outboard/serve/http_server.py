@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -30,11 +31,16 @@ class HttpServer(uvicorn.Server):
     Args:
         app: an ASGI application.
         receive_timeout: seconds that the header of a request may take, from its connection or its first byte on.
+        on_started: called once connections are taken.
         on_second: awaited about once a second.
     """
 
     def __init__(
-        self, app: Any, receive_timeout: float, on_second: Callable[[], Awaitable[None]] | None = None
+        self,
+        app: Any,
+        receive_timeout: float,
+        on_started: Callable[[], None] = lambda: None,
+        on_second: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         protocol = type("Protocol", (_Protocol,), {"receive_timeout": receive_timeout})
         config = uvicorn.Config(
@@ -52,6 +58,12 @@ class HttpServer(uvicorn.Server):
             timeout_notify=1,
         )
         super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        await super().startup(sockets)
+        self._on_started()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
