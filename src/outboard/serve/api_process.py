@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import logging
 import os
@@ -63,8 +62,13 @@ class ApiProcess:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._drain, 0.0)
         async with AsyncLLM(addresses=setup.addresses, client_index=setup.client_index) as llm:
             observers: list[OnRequest] = []
-            render_page = functools.partial(render, Path(setup.metrics_directory), Path(setup.report))
-            service = self._service = Service(llm, config, self._admission, observers, render_page)
+
+            async def render_metrics() -> bytes:
+                await each_second()
+                # In a thread: it reads the files of all API processes.
+                return await asyncio.to_thread(render, Path(setup.metrics_directory), Path(setup.report))
+
+            service = self._service = Service(llm, config, self._admission, observers, render_metrics)
             metrics = ServerMetrics(service.model)
             observers += [metrics.on_request, log_request]
             if config.traces is not None:

@@ -148,7 +148,7 @@ class _Rest:
         return Response()
 
     async def _metrics(self, request: Request) -> Response:
-        page = await asyncio.to_thread(self._service.render_metrics)
+        page = await self._service.render_metrics()
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def _openapi(self, request: Request) -> Response:

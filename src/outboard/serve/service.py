@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from outboard.engine.core import Tokenizer
 from outboard.errors import EngineDeadError, OutboardError
@@ -23,6 +23,10 @@ __all__ = ["Service"]
 logger = logging.getLogger("outboard.serve")
 
 
+async def _nothing() -> bytes:
+    return b""
+
+
 class Service:
     """An engine, and the rules by which it is offered.
 
@@ -31,7 +35,7 @@ class Service:
         config: the rules.
         admission: lets requests in.
         on_request: called with each request of the API once it has ended.
-        render_metrics: the page for Prometheus; called in a thread.
+        render_metrics: makes the page for Prometheus.
 
     Attributes:
         draining: whether no more requests are taken.
@@ -47,7 +51,7 @@ class Service:
         config: ServeConfig,
         admission: Admission,
         on_request: Sequence[OnRequest] = (),
-        render_metrics: Callable[[], bytes] = lambda: b"",
+        render_metrics: Callable[[], Awaitable[bytes]] = _nothing,
     ) -> None:
         self.llm = llm
         self.config = config
