@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -173,6 +175,22 @@ def test_errors_have_the_clients_own_types(mock: Server) -> None:
         with pytest.raises(openai.APIError, match="not finished within"):
             for _ in stream:
                 pass
+
+
+def test_a_response_format_where_the_engine_can() -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    engine = str(Path(__file__).parents[1] / "grammar_engine.py") + ":GrammarEngine"
+    with serving(engine) as server, client_of(server) as client:
+        for form, wanted in (
+            ({"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}, {"json": schema}),
+            ({"type": "json_object"}, {"json_object": True}),
+            ({"type": "text"}, None),
+        ):
+            answer = client.chat.completions.create(model="grammar", messages=MESSAGES, response_format=form)
+            assert json.loads(answer.choices[0].message.content or "") == wanted
+        with pytest.raises(openai.BadRequestError, match="must be a JSON schema"):
+            form = {"type": "json_schema", "json_schema": {"name": "place"}}
+            client.chat.completions.create(model="grammar", messages=MESSAGES, response_format=form)
 
 
 def test_keys() -> None:

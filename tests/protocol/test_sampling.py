@@ -32,6 +32,7 @@ VLLM_DEFAULTS = {
     "detokenize": True,
     "skip_special_tokens": True,
     "include_stop_str_in_output": False,
+    "structured_outputs": None,
     "output_kind": "cumulative",
 }
 
@@ -50,6 +51,8 @@ def test_nothing_is_sent_of_the_defaults() -> None:
 
 
 BAD: list[tuple[str, Any]] = [
+    ("structured_outputs", {}),
+    ("structured_outputs", {"json": {}, "regex": "x"}),
     ("n", 0),
     ("n", -1),
     ("max_tokens", 0),

@@ -41,6 +41,8 @@ class PromptProcessor:
             InvalidRequestError: empty, of the wrong type, a token id outside the vocabulary, or text for an engine
                 without a tokenizer.
         """
+        if params.structured_outputs is not None and not self._info.structured_outputs:
+            raise InvalidRequestError("structured_outputs: this engine follows no grammar; leave it out")
         if isinstance(prompt, str):
             token_ids: Sequence[int] = await self._encode(prompt) if prompt else ()
         elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], dict):

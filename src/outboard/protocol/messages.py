@@ -105,6 +105,7 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         max_num_seqs: requests that it runs at once; None: not said.
         model: a name for logs and for `/v1/models`.
         extra: whatever else; msgpack values.
+        structured_outputs: whether it follows `SamplingParams.structured_outputs`.
         exact_resume: whether a request that is resumed (`EngineCoreRequest.num_output_tokens`) goes on exactly as it
             would have.
     """
@@ -115,6 +116,7 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     model: str = ""
     extra: dict[str, Any] = {}
     exact_resume: bool = False
+    structured_outputs: bool = False
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import NoneType
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,6 +33,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         detokenize: make text of the tokens. False leaves `text` empty and saves the work.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
+        structured_outputs: what the text has to be: `{"json": schema}`, a JSON document that fits the schema, or
+            `{"json_object": True}`, any. Only for engines that say that they can (`EngineInfo.structured_outputs`).
         output_kind: "cumulative": each output holds all so far; "delta": only what is new; "final_only": one output.
 
     Raises:
@@ -58,6 +60,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = "cumulative"
+    structured_outputs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, types in _TYPES.items():
@@ -81,6 +84,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             "output_kind",
             self.output_kind,
             "'cumulative', 'delta' or 'final_only'",
+        )
+        asked = self.structured_outputs
+        _require(
+            asked is None or len(asked) == 1, "structured_outputs", asked, 'of one entry, such as {"json": schema}'
         )
         if isinstance(self.stop, str):
             self.stop = [self.stop]
@@ -108,6 +115,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "stop": (str, list, NoneType),
     "stop_token_ids": (list, NoneType),
     "logprobs": (int, NoneType),
+    "structured_outputs": (dict, NoneType),
 }
 
 

@@ -132,7 +132,8 @@ class ChatEndpoint(_GenerationEndpoint[ChatRequest]):
     _prefix = "chatcmpl"
 
     def _params(self, request: ChatRequest) -> SamplingParams:
-        return chat_params(request, bool(request.stream))
+        info = self._service.llm.engine_info
+        return chat_params(request, bool(request.stream), info.structured_outputs)
 
     def _prompts(self, request: ChatRequest) -> Sequence[Prompt]:
         return [chat_messages(request)]

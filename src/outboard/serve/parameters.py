@@ -81,8 +81,12 @@ def completion_params(request: CompletionRequest, streams: bool) -> SamplingPara
     return _params(request, limit, request.logprobs, streams)
 
 
-def chat_params(request: ChatRequest, streams: bool) -> SamplingParams:
-    """How to answer the messages."""
+def chat_params(request: ChatRequest, streams: bool, follows_grammars: bool = False) -> SamplingParams:
+    """How to answer the messages.
+
+    Args:
+        follows_grammars: whether the engine does (`EngineInfo.structured_outputs`).
+    """
     for name in ("tools", "functions", "function_call", "audio", "prediction", "web_search_options"):
         _refuse(name, getattr(request, name))
     if request.tool_choice not in (None, "none", "auto"):
@@ -90,18 +94,35 @@ def chat_params(request: ChatRequest, streams: bool) -> SamplingParams:
     _refuse_bias(request)
     if request.modalities not in (None, [], ["text"]):
         raise _unsupported("modalities", 'only ["text"] is')
-    form = (request.response_format or {}).get("type", "text")
-    if form != "text":
-        raise _unsupported(
-            "response_format", f"only the type 'text' is, not {form!r}: no engine here follows a grammar"
-        )
+    structured = _structured_outputs(request.response_format or {}, follows_grammars)
     logprobs = None
     if request.logprobs:
         logprobs = request.top_logprobs or 0
     elif request.top_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    return _params(request, limit, logprobs, streams)
+    params = _params(request, limit, logprobs, streams)
+    params.structured_outputs = structured
+    return params
+
+
+def _structured_outputs(response_format: dict[str, Any], follows_grammars: bool) -> dict[str, Any] | None:
+    """What OpenAI's `response_format` asks for, in vLLM's words."""
+    form = response_format.get("type", "text")
+    if form == "text":
+        return None
+    if not follows_grammars:
+        raise _unsupported("response_format", f"this engine follows no grammar: only the type 'text' is, not {form!r}")
+    if form == "json_object":
+        return {"json_object": True}
+    if form != "json_schema":
+        raise _unsupported("response_format", f"the types text, json_object and json_schema are, not {form!r}")
+    described = response_format.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        what = "response_format.json_schema.schema must be a JSON schema"
+        raise ApiError(400, what, param="response_format.json_schema")
+    return {"json": schema}
 
 
 def _params(request: Sampling, max_tokens: int | None, logprobs: int | None, streams: bool) -> SamplingParams:
