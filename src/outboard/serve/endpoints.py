@@ -88,6 +88,7 @@ class _GenerationEndpoint(Generic[_R]):
                     slow_bytes=config.slow_reader_bytes,
                     slow_timeout=config.slow_reader_timeout,
                     on_slow=lambda: generation.slow(),
+                    on_error=lambda error: generation.fail(error),
                 )
             else:
                 answer = WholeAnswer(exchange, form)
