@@ -36,6 +36,7 @@ def _streamed(
         "slow_bytes": 1024,
         "slow_timeout": 30.0,
         "on_slow": lambda: (slow if slow is not None else []).append("slow"),
+        "on_error": pytest.fail,
     }
     return StreamedAnswer(connection.exchange(), form("id-1", "m", None), **(settings | more))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -28,10 +29,13 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        document |= {name: value for name, value in vars(record).items() if name not in _USUAL}
+        document |= {n: value for n, value in vars(record).items() if n not in _USUAL and n not in document}
         if record.exc_info:
             document["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(document, enc_hook=repr).decode()
+        try:
+            return msgspec.json.encode(document, enc_hook=repr).decode()
+        except Exception:  # a lone surrogate, such as in the name of a file: the line must not be lost
+            return json.dumps(document, default=repr, skipkeys=True)
 
 
 class _TextFormatter(logging.Formatter):

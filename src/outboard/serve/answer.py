@@ -10,7 +10,7 @@ import msgspec
 
 from outboard.frontend.outputs import CompletionOutput, RequestOutput
 from outboard.frontend.slot import OnText
-from outboard.serve.errors import ApiError
+from outboard.serve.errors import ApiError, to_api_error
 from outboard.serve.exchange import Exchange
 from outboard.serve.formats import DONE, Format, Usage
 from outboard.serve.outlet import Outlet
@@ -125,7 +125,8 @@ class StreamedAnswer(Answer):
         with_all_usage: every event has them.
         slow_bytes: text that may be held back.
         slow_timeout: seconds that the connection may take.
-        on_slow: ends the request.
+        on_slow: ends the request and the connection.
+        on_error: ends the request with an error, where something cannot be written.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class StreamedAnswer(Answer):
         slow_bytes: int,
         slow_timeout: float,
         on_slow: Callable[[], None],
+        on_error: Callable[[Exception], object],
     ) -> None:
         super().__init__(exchange, form)
         self._with_usage = with_usage
@@ -145,6 +147,7 @@ class StreamedAnswer(Answer):
         self._slow_bytes = slow_bytes
         self._slow_timeout = slow_timeout
         self._on_slow = on_slow
+        self._on_error = on_error
         self._opened: set[int] = set()  # choices that had an event
         self._held: dict[int, CompletionOutput] = {}  # by choice, while the connection takes no more
         self._held_bytes = 0
@@ -170,11 +173,14 @@ class StreamedAnswer(Answer):
 
         def on_text(text: str) -> None:
             # The hot path: nearly all tokens come here.
-            if outlet.busy:
-                self._hold(choice, CompletionOutput(0, text, []))
-                self._check_held()
-            else:
-                outlet.body(before + _encode_text(text) + behind)
+            try:
+                if outlet.busy:
+                    self._hold(choice, CompletionOutput(0, text, []))
+                    self._check_held()
+                else:
+                    outlet.body(before + _encode_text(text) + behind)
+            except Exception as error:
+                self._on_error(error)
 
         return on_text
 
@@ -246,7 +252,14 @@ class StreamedAnswer(Answer):
     def _on_free(self) -> None:
         self._stop_timer()
         held, self._held, self._held_bytes = self._held, {}, 0
-        events = b"".join(self._event(choice, new) for choice, new in held.items())
+        try:
+            events = b"".join(self._event(choice, new) for choice, new in held.items())
+        except Exception as error:
+            ended, self._last = self._last is not None, None
+            self._on_error(error)
+            if ended:  # that has told nobody, then
+                self.fail(to_api_error(error))
+            return
         last, self._last = self._last, None
         if last is not None:
             self._write(events + last, more_body=False)

@@ -76,7 +76,8 @@ class _GenerationEndpoint(Generic[_R]):
             record.prompt = repr(prompts[0] if len(prompts) == 1 else prompts)
         ticket = service.admission.admit(record.key)
         try:
-            form = self._format(f"{self._prefix}-{secrets.token_hex(12)}", service.model, service.token_texts)
+            answer_id = f"{self._prefix}-{secrets.token_hex(12)}"
+            form = self._format(answer_id, service.model, service.token_texts, params.logprobs)
             answer: Answer
             if record.streamed:
                 answer = StreamedAnswer(
@@ -87,6 +88,7 @@ class _GenerationEndpoint(Generic[_R]):
                     slow_bytes=config.slow_reader_bytes,
                     slow_timeout=config.slow_reader_timeout,
                     on_slow=lambda: generation.slow(),
+                    on_error=lambda error: generation.fail(error),
                 )
             else:
                 answer = WholeAnswer(exchange, form)

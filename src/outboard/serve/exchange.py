@@ -131,5 +131,5 @@ def _invalid(message: str) -> ApiError:
     param = place.rstrip("`").lstrip(".") or None
     missing = re.search(r"missing required field `(\w+)`", what)
     if missing is not None:
-        param = missing[1]
+        param = f"{param}.{missing[1]}" if param else missing[1]
     return ApiError(400, f"{param}: {what}" if param else what, code="invalid_value", param=param)

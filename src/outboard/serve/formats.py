@@ -61,16 +61,25 @@ class Format(Protocol):
 
 
 class _Answer:
-    """What both have in common."""
+    """What both have in common.
+
+    Args:
+        id: of the answer.
+        model: its name.
+        tokens: texts of tokens; None: there are no log probabilities.
+        most_logprobs: how many a token were asked for.
+    """
 
     _object = ""
     _object_of_event = ""
 
-    def __init__(self, id: str, model: str, tokens: TokenTexts | None) -> None:
+    def __init__(self, id: str, model: str, tokens: TokenTexts | None, most_logprobs: int | None = None) -> None:
         self.id = id
         self._model = model
         self._created = int(time.time())
         self._tokens = tokens
+        self._most_logprobs = most_logprobs or 0
+        self._offsets: dict[int, int] = {}  # by choice: where the text of the next token begins
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
@@ -117,7 +126,9 @@ class CompletionFormat(_Answer):
     def _choice(self, index: int, one: CompletionOutput) -> dict[str, Any]:
         logprobs = None
         if one.logprobs is not None and self._tokens is not None:
-            logprobs = completion_logprobs(one.token_ids, one.logprobs, self._tokens)
+            offset = self._offsets.get(index, 0)
+            logprobs = completion_logprobs(one.token_ids, one.logprobs, self._tokens, offset)
+            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
         return {
             "index": index,
             "text": one.text,
@@ -154,5 +165,5 @@ class ChatFormat(_Answer):
     def _rest(self, one: CompletionOutput) -> dict[str, Any]:
         logprobs = None
         if one.logprobs is not None and self._tokens is not None:
-            logprobs = chat_logprobs(one.token_ids, one.logprobs, self._tokens)
+            logprobs = chat_logprobs(one.token_ids, one.logprobs, self._tokens, self._most_logprobs)
         return {"logprobs": logprobs, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}

@@ -86,10 +86,10 @@ class Generation:
 
     def fail(self, error: Exception) -> bool:
         """Ends it with an error, unless it has ended; whether it did."""
-        if self._ended:
-            return False
         if not isinstance(error, (OutboardError, ApiError)):
             logger.error("request %s failed", self._record.request_id, exc_info=error)
+        if self._ended:
+            return False
         told = to_api_error(error)
         self._record.error = told.code or told.type
         self._end()
@@ -121,6 +121,12 @@ class Generation:
         if not isinstance(output, RequestOutput):
             self.fail(output)
             return
+        try:
+            self._take(base, output)
+        except Exception as error:
+            self.fail(error)
+
+    def _take(self, base: int, output: RequestOutput) -> None:
         self._ticket.started()
         if self._record.time_to_first_token is None and output.metrics is not None:
             self._record.time_to_first_token = output.metrics.time_to_first_token
@@ -134,8 +140,8 @@ class Generation:
             self._unfinished -= 1
             if not self._unfinished:
                 self._answer.usage.completion_tokens = self.completion_tokens
+                self._answer.finish()  # which may fail
                 self._end()
-                self._answer.finish()
 
     def _note_ends(self, output: RequestOutput) -> bool:
         """Takes note of completions that ended; False where that ends it all."""

@@ -77,10 +77,12 @@ class HttpServer(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, and two things more.
+    """uvicorn's, and some things more.
 
     It closes a connection that does not get a request's header across in time, such as one that sends a byte a minute:
-    uvicorn has a limit for the time between requests, and none for this. And it offers `WRITE_CHUNK` and `ABORT`.
+    uvicorn has a limit for the time between requests, and none for this. Where a connection is lost, it tells all
+    requests that have no answer yet: uvicorn tells the last alone, and a client may send it before it has read the
+    answer to the first. And it offers `WRITE_CHUNK` and `ABORT`.
     """
 
     receive_timeout = 30.0
@@ -88,10 +90,15 @@ class _Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._header_timer: asyncio.TimerHandle | None = None
+        self._unanswered: list[RequestResponseCycle] = []
         self._await_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._header_came()
+        for cycle in self._unanswered:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -103,6 +110,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         cycle = self.cycle
         if cycle is not None and cycle.scope is self.scope:
+            self._unanswered = [one for one in self._unanswered if not one.response_complete] + [cycle]
             extensions: dict[str, Any] = {WRITE_CHUNK: _chunk_writer(cycle), ABORT: cycle.transport.abort}
             self.scope["extensions"] = extensions
 

@@ -38,11 +38,16 @@ class TokenTexts:
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[dict[int, float]], texts: TokenTexts
+    token_ids: Sequence[int], logprobs: Sequence[dict[int, float]], texts: TokenTexts, offset: int = 0
 ) -> dict[str, Any]:
-    """`logprobs` of a choice of `/v1/completions`."""
+    """`logprobs` of a choice of `/v1/completions`.
+
+    Args:
+        token_ids, logprobs, texts: of its tokens, or of those that are new.
+        offset: where the text of the first begins.
+    """
     tokens = texts.of(token_ids)
-    offsets, offset = [], 0
+    offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
@@ -56,11 +61,18 @@ def completion_logprobs(
     }
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, float]], texts: TokenTexts) -> dict[str, Any]:
-    """`logprobs` of a choice of `/v1/chat/completions`."""
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[dict[int, float]], texts: TokenTexts, most: int
+) -> dict[str, Any]:
+    """`logprobs` of a choice of `/v1/chat/completions`.
+
+    Args:
+        token_ids, logprobs, texts: of its tokens, or of those that are new.
+        most: alternatives a token. The engine may add the chosen token to them; it has an entry of its own here.
+    """
     content = []
     for token, text, one in zip(token_ids, texts.of(token_ids), logprobs, strict=False):
-        ranked = sorted(one.items(), key=lambda item: -item[1])
+        ranked = sorted(one.items(), key=lambda item: -_finite(item[1]))[:most]
         top = [_entry(t, p) for t, p in zip(texts.of(t for t, _ in ranked), (p for _, p in ranked), strict=True)]
         content.append({**_entry(text, one.get(token)), "top_logprobs": top})
     return {"content": content, "refusal": None}
@@ -71,4 +83,4 @@ def _entry(text: str, value: float | None) -> dict[str, Any]:
 
 
 def _finite(value: float | None) -> float:
-    return _LOWEST if value is None else max(value, _LOWEST)
+    return value if value is not None and value > _LOWEST else _LOWEST
