@@ -83,7 +83,7 @@ def rows_under(heading: str) -> list[list[str]]:
 
 
 def alert_expressions() -> list[str]:
-    return [row[0].strip("`") for row in rows_under("Alerts")]
+    return [row[0].split("`")[1] for row in rows_under("Alerts")]
 
 
 EXPRESSIONS = [*dashboard_expressions(), *alert_expressions()]
