@@ -209,9 +209,12 @@ class Dispatcher:
                 slot.taken += len(slot.fresh)
                 slot.fresh = []
                 state = slot.text_state
-                if state is not None and state.text_delta:
+                if state is not None and state.text_delta and slot.on_text is not None:
                     text, state.text_delta = state.text_delta, ""
-                    self._call_back_with_text(slot, text)
+                    try:
+                        slot.on_text(text)
+                    except Exception:
+                        self._give_up(slot.request)
 
     def _advance_texts(self, slots: list[Slot], tokens: list[int]) -> None:
         """As `_advance`, for a token each of slots that are called back with texts: most tokens of a server."""
@@ -220,7 +223,8 @@ class Dispatcher:
         self._detokenizer.step_each(states, tokens)  # type: ignore[arg-type]
         stopped: list[Slot] = []
         for slot, state, token in zip(slots, states, tokens, strict=True):
-            assert state is not None  # or there would be no `on_text`
+            on_text = slot.on_text
+            assert state is not None and on_text is not None  # or it would not be here
             if state.stop_reason is not None or state.error is not None:
                 slot.fresh.append(token)
                 stopped.append(slot)
@@ -229,7 +233,10 @@ class Dispatcher:
                 text = state.text_delta
                 if text:
                     state.text_delta = ""
-                    self._call_back_with_text(slot, text)
+                    try:
+                        on_text(text)
+                    except Exception:
+                        self._give_up(slot.request)
         if stopped:
             self._advance(stopped)  # which adds nothing to a text that has ended
 
@@ -278,14 +285,6 @@ class Dispatcher:
             stream.emit()
         except Exception:
             self._give_up(request)
-
-    def _call_back_with_text(self, slot: Slot, text: str) -> None:
-        """As `_call_back`, where a text is all there is to tell: without an output made of it."""
-        assert slot.on_text is not None  # or it would not come here
-        try:
-            slot.on_text(text)
-        except Exception:
-            self._give_up(slot.request)
 
     def _give_up(self, request: RequestState) -> None:
         """Its call-back raised."""

@@ -20,6 +20,10 @@ __all__ = ["Answer", "StreamedAnswer", "WholeAnswer"]
 _encode_text = msgspec.json.Encoder().encode
 
 
+def _not_written(event: bytes) -> bool:
+    return False
+
+
 class Answer(ABC):
     """What is told of the outputs of one request of the API. Belongs to its loop.
 
@@ -169,6 +173,7 @@ class StreamedAnswer(Answer):
         if self.counts_always:
             return None
         outlet = self._outlet
+        write_chunk = self._exchange.write_chunk or _not_written
         before, behind = self._form.around_text(choice)
 
         def on_text(text: str) -> None:
@@ -177,8 +182,8 @@ class StreamedAnswer(Answer):
                 if outlet.busy:
                     self._hold(choice, CompletionOutput(0, text, []))
                     self._check_held()
-                else:
-                    outlet.body(before + _encode_text(text) + behind)
+                elif not write_chunk(event := before + _encode_text(text) + behind):
+                    outlet.body(event)
             except Exception as error:
                 self._on_error(error)
 
