@@ -1,6 +1,6 @@
 """What an idle engine costs: CPU share of the client, the engine core and whatever else was started.
 
-python -m benchmarks.idle [--seconds 10]
+python -m benchmarks.idle [--seconds 10] [--json FILE]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 
-from benchmarks.measure import cpu_ns, descendants, show
+from benchmarks.measure import cpu_ns, descendants, show, write_json
 from benchmarks.stream import engine_pid
 from outboard import AsyncLLM, EngineConfig, SamplingParams
 
@@ -33,10 +33,13 @@ async def measure(seconds: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description="CPU use with nothing to do.")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
     args = parser.parse_args()
     shares = asyncio.run(measure(args.seconds))
     rows = [[name, f"{share * 100:.3f}"] for name, share in shares.items()]
     show(f"Idle for {args.seconds:g} s", ["process", "% of a core"], rows)
+    if args.json:
+        write_json(args.json, shares)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,19 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Fifo", "Span", "Spread", "cpu_ns", "descendants", "settled", "show", "spread", "write_json"]
+__all__ = [
+    "SHOWN",
+    "Fifo",
+    "Shown",
+    "Span",
+    "Spread",
+    "cpu_ns",
+    "descendants",
+    "settled",
+    "show",
+    "spread",
+    "write_json",
+]
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -117,8 +129,21 @@ class Fifo:
                 os.close(fifo.fd)
 
 
+class Shown(msgspec.Struct, frozen=True):
+    """A table that was printed."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    caption: str = ""
+
+
+SHOWN: list[Shown] = []  # by this program; `write_json` has them, and `benchmarks.report` makes a document of them
+
+
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
     """Prints a table: the first column is text, the others are numbers."""
+    SHOWN.append(Shown(title, list(columns), [list(row) for row in rows], caption))
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
     for position, column in enumerate(columns):
         table.add_column(column, justify="right" if position else "left")
@@ -128,11 +153,13 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], capt
 
 
 def write_json(path: str, results: Any) -> None:
-    """Writes results with the facts of the machine that they depend on."""
+    """Writes results with the facts of the machine that they depend on, and the tables that were printed."""
     machine = {
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpus": os.cpu_count(),
         "load": os.getloadavg(),
     }
-    Path(path).write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+    Path(path).write_text(
+        json.dumps({"machine": machine, "tables": msgspec.to_builtins(SHOWN), "results": results}, indent=1) + "\n"
+    )

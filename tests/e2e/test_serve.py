@@ -125,13 +125,15 @@ def test_models_and_tokens(server: Server) -> None:
         ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "invalid_value"),
         ({"max_tokens": 1}, 400, "prompt", "invalid_value"),
         ({"prompt": ""}, 400, None, "invalid_request"),
-        ({"prompt": [1, "x"]}, 400, "prompt", None),
+        ({"prompt": [1, "x"]}, 400, "prompt", "invalid_value"),
+        ({"prompt": []}, 400, "prompt", "invalid_value"),
+        ({"prompt": "x", "guided_json": {}, "bad_words": ["y"]}, 400, "bad_words", "unsupported_parameter"),
         ({"prompt": [9999]}, 400, None, "invalid_request"),
         ({"prompt": "x" * 5000}, 400, None, "context_length_exceeded"),
         ({"prompt": "x", "echo": True}, 400, "echo", "unsupported_parameter"),
         ({"prompt": "x", "logit_bias": {"1": 5}}, 400, "logit_bias", "unsupported_parameter"),
         ({"prompt": "x", "best_of": 3}, 400, "best_of", "unsupported_parameter"),
-        ({"prompt": "x", "stream_options": {}}, 400, "stream_options", None),
+        ({"prompt": "x", "stream_options": {}}, 400, "stream_options", "invalid_value"),
         ({"prompt": "x", "model": "gpt-9"}, 404, "model", "model_not_found"),
         ([1], 400, None, "invalid_value"),
         ("{", 400, None, "invalid_json"),
@@ -174,6 +176,25 @@ def test_no_such_thing(server: Server, method: str, path: str, status: int) -> N
     got, _, answer = server.ask(method, path)
     assert got == status
     assert answer["error"]["message"].startswith(f"{method} {path}")
+
+
+def test_every_answer_echoes_the_request_id(server: Server) -> None:
+    for method, path, body in (
+        ("GET", "/v1/models", None),
+        ("GET", "/nowhere", None),
+        ("POST", "/tokenize", {"prompt": "x"}),
+        ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0}),
+    ):
+        assert server.ask(method, path, body, {"x-request-id": "mine"})[1]["x-request-id"] == "mine"
+
+
+def test_mistakes_of_clients_are_refused_not_failed(server: Server) -> None:
+    failed = server.metric("requests_failed_total")
+    refused = server.metric("requests_refused_total", reason="invalid_request")
+    assert server.ask("POST", "/v1/completions", {"prompt": ""})[0] == 400
+    assert server.ask("POST", "/v1/completions", {"prompt": [9999]})[0] == 400
+    assert server.metric("requests_refused_total", reason="invalid_request") == refused + 2
+    assert server.metric("requests_failed_total") == failed
 
 
 def test_a_deadline(server: Server) -> None:
@@ -282,11 +303,14 @@ def test_administration(server: Server) -> None:
         ("/admin/engines/0/restart", None, 409),
         ("/admin/engines/7/restart", None, 404),
         ("/admin/nothing", {}, 404),
+        ("/admin/scale", None, 400),
+        ("/admin/log-level", {"level": "loud"}, 400),
     ):
         got, answer = server.admin("POST", path, body)
         assert got == status, answer
         assert answer["error"]["message"]
     assert 'outboard.audit: /admin/pause {"mode":"keep"}: done' in server.stderr()
+    assert "outboard.audit: /admin/scale: refused: data_parallel_size" in server.stderr()
 
 
 def test_a_profile(server: Server) -> None:
@@ -300,6 +324,8 @@ def test_the_admin_key_and_the_closed_door(server: Server) -> None:
     with serving(*MOCK, admin=True, env={"OUTBOARD_ADMIN_KEY": "secret"}) as locked:
         status, answer = locked.admin("GET", "/admin/engines")
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert locked.admin("POST", "/admin/resume")[0] == 401
+        assert "outboard.audit: /admin/resume: refused: administration wants its key" in locked.stderr()
         report = ask(locked.admin_url, "GET", "/admin/engines", headers={"authorization": "Bearer secret"})[2]
         assert report["model"] == "mock"
         for child in locked.tree():

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from serving import OUTBOARD, Server, events, eventually, serving
+from serving import OUTBOARD, Server, ask, events, eventually, serving
 from support import Run
 
 MOCK = ("mock", "--option", "step_ms=2", "--option", "max_model_len=65536")
@@ -72,10 +72,10 @@ def test_an_engine_core_is_killed_and_comes_back() -> None:
             assert status == 200
             *_, error, end = events(text)
             assert end == "[DONE]"
-            assert error["error"]["code"] == "engine_restarting"
+            assert error["error"]["code"] == "engine_died"
             assert "SIGKILL" in error["error"]["message"]
         status, headers, answer = whole.result()
-        assert (status, answer["error"]["code"]) == (503, "engine_restarting")
+        assert (status, answer["error"]["code"]) == (503, "engine_died")
         assert headers["retry-after"]
         status, _, answer = server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 3})
         assert (status, answer["choices"][0]["text"]) == (200, "abc")
@@ -149,6 +149,17 @@ def test_an_api_process_is_killed() -> None:
         eventually(lambda: server.metric("generation_tokens_total") == 24)  # those of the dead one count on
 
 
+def test_a_rank_that_stays_dead_and_an_api_process_that_comes_back() -> None:
+    with serving(*MOCK, "--data-parallel-size", "2", admin=True) as server:
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        eventually(lambda: server.metric("engine_state", state="DEAD") == 1)
+        (before,) = server.api_pids()
+        os.kill(before, signal.SIGKILL)
+        eventually(lambda: server.api_pids() and server.api_pids() != [before], timeout=30)
+        for _ in range(4):
+            assert Asking(server, {"prompt": "x", "max_tokens": 1}).result()[0] == 200
+
+
 def test_scaling_while_streams_run() -> None:
     arguments = ("--max-data-parallel-size", "3", "--api-server-count", "2")
     with serving(*MOCK, *arguments, admin=True) as server:
@@ -173,7 +184,10 @@ def test_drain(run: Run) -> None:
     with serving(*MOCK, "--shutdown-timeout", "20", admin=True) as server:
         asking = [Asking(server, {"prompt": "x", "max_tokens": 700, "stream": stream}) for stream in (True, False)]
         wait_until_running(server, 2)
-        assert server.stop() == 0
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: ask(server.admin_url, "GET", "/readyz")[0] == 503)  # administration is there to the end
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.stderr()
         assert events(asking[0].result()[2])[-2]["choices"][0]["finish_reason"] == "length"
         assert asking[1].result()[2]["usage"]["completion_tokens"] == 700
 

@@ -12,6 +12,7 @@ import typer
 
 from outboard.cli.options import exit_status, parse_options
 from outboard.config import EngineConfig, FaultConfig, ParallelConfig, RestartPolicy
+from outboard.dp.balancing import make_policy
 from outboard.errors import ConfigError
 from outboard.frontend.signals import ShutdownSignals
 
@@ -82,7 +83,7 @@ def serve(
     restart: Annotated[
         Literal["never", "on-failure"], typer.Option(help="What to do when one dies.", rich_help_panel=_FAULTS)
     ] = "never",
-    max_restarts: Annotated[int, typer.Option(help="In ten minutes, each.", rich_help_panel=_FAULTS)] = 3,
+    max_restarts: Annotated[int, typer.Option(help="In five minutes, each.", rich_help_panel=_FAULTS)] = 3,
     in_flight: Annotated[
         Literal["fail", "resubmit", "resume"],
         typer.Option(help="What becomes of its requests.", rich_help_panel=_FAULTS),
@@ -159,6 +160,7 @@ def serve(
             log_prompts=log_prompts,
             traces=otlp_traces_endpoint,
         )
+        make_policy(policy)  # a wrong one is refused also where there is one engine core
         faults = FaultConfig(
             startup_timeout=startup_timeout,
             shutdown_timeout=shutdown_timeout,

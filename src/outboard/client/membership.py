@@ -345,7 +345,8 @@ class Membership:
         elif isinstance(message, Welcome):
             self._slot = message.slot
             self.members = message.members if message.members >= 0 else len(message.engines)
-            for status in message.engines:
+            # The gone ones last: where the first is gone, it is not the only one.
+            for status in sorted(message.engines, key=lambda status: status.state in GONE):
                 self._on_status(status)
         else:
             self.fail(EngineDeadError(f"the launcher refuses this front end: {message.reason}"))

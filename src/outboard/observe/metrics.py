@@ -65,10 +65,9 @@ class ServerMetrics:
     def on_request(self, record: RequestRecord) -> None:
         """A request has ended."""
         self._http.labels(self._model, record.path, str(record.status)).inc()
-        if record.error and record.prompts:
-            self._failed.labels(self._model, record.error).inc()
-        elif record.error:
-            self._refused.labels(self._model, record.error).inc()
+        if record.error:
+            refused = 400 <= record.status < 500 and record.status != 499
+            (self._refused if refused else self._failed).labels(self._model, record.error).inc()
         self._prompt_tokens.inc(record.prompt_tokens)
         self._cached_tokens.inc(record.cached_tokens)
         for reason in record.finish_reasons:

@@ -221,10 +221,14 @@ class AdminApp:
     async def _audited(
         self, kind: type[_T], handler: Callable[[Request, _T], Awaitable[Any]], request: Request
     ) -> Response:
-        exchange = self._exchange(request)
-        empty = exchange.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in exchange.headers
-        asked = msgspec.convert({}, kind) if empty else await exchange.read(kind, _MOST_BYTES, _BODY_TIMEOUT)
-        facts = {"client": request.client.host if request.client else "", "request_id": exchange.request_id}
+        facts = {"client": request.client.host if request.client else ""}
+        try:
+            exchange = self._exchange(request)
+            facts["request_id"] = exchange.request_id
+            asked = await exchange.read(kind, _MOST_BYTES, _BODY_TIMEOUT, empty=b"{}")
+        except Exception as error:
+            _audit.warning("%s: refused: %s", request.url.path, str(error).partition("\n")[0], extra=facts)
+            raise
         what = f"{request.url.path} {msgspec.json.encode(asked).decode()}"
         _audit.info("%s: asked", what, extra=facts)
         try:

@@ -252,7 +252,8 @@ class _ApiServer:
         self._loop.remove_reader(process.sentinel)
         how = describe_exit(process.poll())
         pid = process.engine_pid
-        last_words = process.report.read_stderr_tail().rstrip().rpartition("\n")[2]  # all of it went to our own stderr
+        # All of it went to our own stderr; of one that served, the last line is some request's.
+        last_words = "" if self.serving else process.report.read_stderr_tail().rstrip().rpartition("\n")[2]
         process.close()
         self._process = None
         self._stop_waiting()

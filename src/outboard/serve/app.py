@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 from outboard.errors import OutboardError
 from outboard.serve.endpoints import ChatEndpoint, CompletionsEndpoint
 from outboard.serve.errors import ApiError, to_api_error
-from outboard.serve.exchange import Exchange, Receive, Scope
+from outboard.serve.exchange import Exchange, Receive, Scope, request_id_of
 from outboard.serve.openapi import openapi
 from outboard.serve.outlet import Send
 from outboard.serve.parameters import text_messages
@@ -44,7 +45,21 @@ class ApiApp:
         if endpoint is not None and scope["type"] == "http" and scope["method"] == "POST":
             await endpoint(scope, receive, send)
         else:
-            await self._rest(scope, receive, send)
+            await self._rest(scope, receive, _with_request_id(scope, send))
+
+
+def _with_request_id(scope: Scope, send: Send) -> Send:
+    """Has the answer's head echo the request's id. Nothing is streamed this way."""
+    if scope["type"] != "http":
+        return send
+
+    async def send_with_id(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            echo = (b"x-request-id", request_id_of(dict(scope["headers"])).encode())
+            message["headers"] = [*message.get("headers", ()), echo]
+        await send(message)
+
+    return send_with_id
 
 
 class _Rest:

@@ -29,7 +29,7 @@ class ApiError(Exception):
         status: of HTTP.
         message: for the person who meets it.
         type: OpenAI's: "invalid_request_error", "authentication_error", "rate_limit_error" or "server_error".
-        code: what exactly, for programs.
+        code: what exactly, for programs; default "invalid_value" with status 400.
         param: the field that is to blame.
         retry_after: seconds after which it is worth another try.
     """
@@ -46,7 +46,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.type = type
-        self.code = code
+        self.code = "invalid_value" if code is None and status == 400 else code
         self.param = param
         self.retry_after = retry_after
 
@@ -73,7 +73,7 @@ def to_api_error(error: Exception) -> ApiError:
                 503, "the server is shutting down", "server_error", "shutting_down", retry_after=_RETRY_AFTER
             )
         case EngineDeadError():
-            code = "engine_restarting" if error.retryable else "engine_dead"
+            code = "engine_died" if error.retryable else "engine_dead"
             retry_after = _RETRY_AFTER if error.retryable else None
             return ApiError(503, error.reason, "server_error", code, retry_after=retry_after)
         case EngineRestartingError():

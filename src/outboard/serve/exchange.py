@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +14,7 @@ from outboard.serve.errors import ApiError
 from outboard.serve.http_server import ABORT, WRITE_CHUNK
 from outboard.serve.outlet import Send, WriteChunk
 
-__all__ = ["Exchange", "Receive", "Scope"]
+__all__ = ["Exchange", "Receive", "Scope", "request_id_of"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -23,20 +23,25 @@ _T = TypeVar("_T")
 _USABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
+def request_id_of(headers: Mapping[bytes, bytes]) -> str:
+    """The client's `x-request-id`, where it has a usable one, or a random one."""
+    asked = headers.get(b"x-request-id", b"")
+    return asked.decode() if _USABLE_ID.fullmatch(asked) else secrets.token_hex(16)
+
+
 class Exchange:
     """A request of HTTP and the way to answer it.
 
     Attributes:
         headers: of the request, by lower-case name; of several the last.
-        request_id: the client's `x-request-id`, or a random one.
+        request_id: see `request_id_of`.
         send: the server's.
         write_chunk: see `Outlet`.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        asked = self.headers.get(b"x-request-id", b"")
-        self.request_id = asked.decode() if _USABLE_ID.fullmatch(asked) else secrets.token_hex(16)
+        self.request_id = request_id_of(self.headers)
         self.send = send
         extensions = scope.get("extensions", {})
         self.write_chunk: WriteChunk | None = extensions.get(WRITE_CHUNK)
@@ -48,8 +53,13 @@ class Exchange:
         """Headers that every answer has."""
         return [(b"x-request-id", self.request_id.encode())]
 
-    async def read(self, kind: type[_T], most_bytes: int, timeout: float) -> _T:
+    async def read(self, kind: type[_T], most_bytes: int, timeout: float, empty: bytes = b"") -> _T:
         """The body, as JSON of this kind.
+
+        Args:
+            most_bytes: that it may have.
+            timeout: seconds that it may take.
+            empty: what an empty one stands for.
 
         Raises:
             ApiError: it is too large, too slow, or not what it should be.
@@ -61,7 +71,7 @@ class Exchange:
         except TimeoutError:
             raise ApiError(408, f"the request's body did not come within {timeout:g} s", code="timeout") from None
         try:
-            return msgspec.json.decode(body, type=kind)
+            return msgspec.json.decode(body or empty, type=kind)
         except msgspec.ValidationError as error:
             raise _invalid(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

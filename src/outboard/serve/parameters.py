@@ -41,6 +41,19 @@ _SAME = (
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
+# vLLM's fields that would change the answer.
+_REFUSED = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "bad_words",
+    "allowed_token_ids",
+    "prompt_logprobs",
+    "use_beam_search",
+    "truncate_prompt_tokens",
+)
 
 
 def completion_prompts(request: CompletionRequest) -> list[Prompt]:
@@ -74,7 +87,7 @@ def completion_params(request: CompletionRequest, streams: bool) -> SamplingPara
     """How to continue the prompts."""
     _refuse("echo", request.echo)
     _refuse("suffix", request.suffix)
-    _refuse_bias(request)
+    _refuse_common(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise _unsupported("best_of", "only the value of n is")
     limit = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
@@ -91,7 +104,7 @@ def chat_params(request: ChatRequest, streams: bool, follows_grammars: bool = Fa
         _refuse(name, getattr(request, name))
     if request.tool_choice not in (None, "none", "auto"):
         raise _unsupported("tool_choice")
-    _refuse_bias(request)
+    _refuse_common(request)
     if request.modalities not in (None, [], ["text"]):
         raise _unsupported("modalities", 'only ["text"] is')
     structured = _structured_outputs(request.response_format or {}, follows_grammars)
@@ -160,7 +173,9 @@ def _refuse(name: str, value: Any) -> None:
         raise _unsupported(name)
 
 
-def _refuse_bias(request: Sampling) -> None:
+def _refuse_common(request: Sampling) -> None:
+    for name in _REFUSED:
+        _refuse(name, getattr(request, name))
     if any((request.logit_bias or {}).values()):
         raise _unsupported("logit_bias")
 

@@ -74,6 +74,8 @@ class Reporter:
             self._ask()
             try:
                 write_report(self._path, self.report())
+            except FileNotFoundError:
+                return  # its directory is gone: engine cores and all have ended
             except OSError as error:
                 logger.error("cannot write %s: %s", self._path, error)
             self._changed.clear()
@@ -92,7 +94,7 @@ class Reporter:
     async def _ask_one(self, rank: int) -> None:
         try:
             self._stats[rank] = await self._client.call_utility_async("get_stats", rank=rank, timeout=_ANSWER_TIMEOUT)
-        except OutboardError:
+        except (OutboardError, ValueError):  # ValueError: it has been scaled away just now
             self._stats.pop(rank, None)
         finally:
             del self._asking[rank]

@@ -50,6 +50,17 @@ class Sampling(msgspec.Struct, kw_only=True):
     stop_token_ids: list[_TokenId] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    # vLLM's, and refused
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):

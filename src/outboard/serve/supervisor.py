@@ -111,7 +111,7 @@ class Supervisor:
         self._draining = True
         if self._servers is not None and self._start is None and not self._closing:
             seconds = self._engine.faults.shutdown_timeout if timeout is None else timeout
-            self._close_listeners()
+            self._listener.close()  # nobody connects any more, once the API processes have closed theirs
             self._cut += await self._servers.drain(seconds)
         await self.shutdown()
         return not self._cut
@@ -137,7 +137,7 @@ class Supervisor:
 
     async def _start_all(self) -> None:
         config, admin = self._config, self._config.admin
-        listener = self._bind(config.host, config.port)
+        listener = self._listener = self._bind(config.host, config.port)
         self.address = listener.getsockname()[:2]
         admin_listener = None if admin.port is None else self._bind(admin.host, admin.port)
         client = self._client = await client_class(self._engine).launch(self._engine)
@@ -179,14 +179,10 @@ class Supervisor:
             await self._reporter.stop()
         if self._client is not None:
             await asyncio.to_thread(self._client.shutdown, timeout)
-        self._close_listeners()
-        if not self._failure.done():
-            self._failure.set_result(None)
-
-    def _close_listeners(self) -> None:
-        """Nobody connects any more, once the API processes have closed theirs, too."""
         for listener in self._listeners:
             listener.close()
+        if not self._failure.done():
+            self._failure.set_result(None)
 
     def _bind(self, host: str, port: int) -> socket.socket:
         try:

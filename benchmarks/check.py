@@ -1,0 +1,72 @@
+"""Guards what was won: ratios against the plain designs, in one run, that must not fall below their floors.
+
+Only ratios that do not depend on the machine count, and their floors leave room for a busy one: what they catch is a
+change that makes a path several times as dear. The figures themselves are the other benchmarks' to print.
+
+    python -m benchmarks.check [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+
+from benchmarks import serve, stream
+from benchmarks.measure import show
+
+QUICK = (128, 60, 1)  # streams, steps, repetitions
+WHOLE = (256, 200, 3)
+
+
+def stream_ratio(mode: str, design: str, field: str, size: tuple[int, int, int]) -> float:
+    """How many times as much the plain design takes a token."""
+    streams, steps, reps = size
+    job = stream.Job(mode, "unix", streams, steps, False)
+    ratios = []
+    for _ in range(reps):
+        plain = getattr(stream.measure("plain", job, "default"), field)
+        ratios.append(plain / getattr(stream.measure(design, job, "default"), field))
+    return statistics.median(ratios)
+
+
+def serve_ratio(size: tuple[int, int, int]) -> float:
+    """How many times as many tokens a CPU-second as the plain server."""
+    streams, _, reps = size
+    job = serve.Job(streams, 10.0, 1.0)
+    ratios = []
+    for _ in range(reps):
+        plain = serve.measure("plain", job).tokens_per_cpu_second
+        ratios.append(serve.measure("outboard", job).tokens_per_cpu_second / plain)
+    return statistics.median(ratios)
+
+
+CHECKS: list[tuple[str, float, Callable[[tuple[int, int, int]], float]]] = [
+    ("streams, free: client", 4.0, lambda size: stream_ratio("free", "streams", "client_ns_per_token", size)),
+    ("streams, windowed: client", 1.5, lambda size: stream_ratio("windowed", "streams", "client_ns_per_token", size)),
+    ("columns, free: client", 10.0, lambda size: stream_ratio("free", "columns", "client_ns_per_token", size)),
+    ("HTTP streams: API process", 1.2, serve_ratio),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.check", description="Floors under what was won.")
+    parser.add_argument("--quick", action="store_true", help="smaller and once; for every change")
+    args = parser.parse_args()
+    size = QUICK if args.quick else WHOLE
+    rows, missed = [], []
+    for name, floor, ratio in CHECKS:
+        value = ratio(size)
+        if value < floor:  # a busy machine may have hit the one and not the other
+            value = max(value, ratio(size))
+        rows.append([name, f"{value:.1f}", f"{floor:g}", "ok" if value >= floor else "MISSED"])
+        if value < floor:
+            missed.append(name)
+    show("Times less than the plain design takes", ["path", "here", "at least", ""], rows)
+    if missed:
+        sys.exit(f"below the floor: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
