@@ -32,7 +32,7 @@ from outboard.serve.api_servers import ApiServers
 from outboard.serve.app import error_response, json_response
 from outboard.serve.config import AdminConfig
 from outboard.serve.errors import ApiError, to_api_error
-from outboard.serve.exchange import Exchange
+from outboard.serve.exchange import Exchange, parse
 from outboard.serve.keys import Keys
 from outboard.serve.reporter import Reporter
 
@@ -223,7 +223,7 @@ class AdminApp:
     ) -> Response:
         exchange = self._exchange(request)
         empty = exchange.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in exchange.headers
-        asked = msgspec.convert({}, kind) if empty else await exchange.read(kind, _MOST_BYTES, _BODY_TIMEOUT)
+        asked = parse(b"{}", kind) if empty else await exchange.read(kind, _MOST_BYTES, _BODY_TIMEOUT)
         facts = {"client": request.client.host if request.client else "", "request_id": exchange.request_id}
         what = f"{request.url.path} {msgspec.json.encode(asked).decode()}"
         _audit.info("%s: asked", what, extra=facts)
