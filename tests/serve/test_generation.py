@@ -215,6 +215,29 @@ def test_ends_that_are_errors(run: Run, finish: Any, more: Any, status: int, cod
     run(body())
 
 
+def test_many_prompts_leave_the_loop_to_others(run: Run) -> None:
+    async def body() -> None:
+        side = _Side()
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while not side.connection.complete:
+                turns += 1
+                if turns == 50:  # the others are not sent any more
+                    side.engine.streams[0].fail(EngineDeadError("it died"))
+                await asyncio.sleep(0)
+
+        others = asyncio.ensure_future(other())
+        await side.begin(*["a"] * 1000)
+        await others
+        assert turns >= 50
+        assert len(side.engine.streams) < 1000
+        side.check_over("engine_dead")
+
+    run(body())
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_its_time_is_over(run: Run, begun: bool) -> None:
     async def body() -> None:
