@@ -4,113 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai.types import Model
 
 from fake_connection import FakeConnection, settle
-from outboard.config import EngineConfig
+from fake_server import FakeServer, give
 from outboard.engines.byte_tokenizer import ByteTokenizer
-from outboard.errors import EngineDeadError, InvalidRequestError
-from outboard.frontend.outputs import CompletionOutput, RequestOutput
-from outboard.observe.record import RequestRecord
-from outboard.protocol.messages import EngineInfo
-from outboard.serve.app import ApiApp
-from outboard.serve.config import ServeConfig
-from outboard.serve.limits import Admission, LimitsPage
-from outboard.serve.service import Service
+from outboard.errors import InvalidRequestError
 from support import Run
 
 _CHAT = {"messages": [{"role": "user", "content": "hello"}]}
-
-
-class _Engine:
-    """An `AsyncLLM` as far as a service looks at it. Requests end only where the test lets them."""
-
-    def __init__(self) -> None:
-        self.config = EngineConfig(engine="mock")
-        self.tokenizer = ByteTokenizer()
-        self.engine_info = EngineInfo(model="m", max_model_len=100, vocab_size=256)
-        self.client = SimpleNamespace(check_health=self._check, validate_alive=self._check)
-        self.dead = False
-        self.requests: list[Any] = []
-        self.raises: Exception | None = None
-
-    def _check(self) -> None:
-        if self.dead:
-            raise EngineDeadError("it died")
-
-    async def submit(self, prompt: Any, params: Any, on_output: Any, request_id: str, on_text: Any) -> Any:
-        if self.raises is not None:
-            raise self.raises
-
-        def abort() -> None:
-            request.aborted = True
-
-        request = SimpleNamespace(
-            prompt=prompt,
-            params=params,
-            on_output=on_output,
-            on_text=on_text,
-            request_id=request_id,
-            prompt_token_ids=[1, 2],
-            num_generation_tokens=1,
-            abort=abort,
-            aborted=False,
-        )
-        self.requests.append(request)
-        return request
-
-
-class _Server:
-    """An API process without a process."""
-
-    def __init__(self, **config: Any) -> None:
-        self.engine = _Engine()
-        self.page, _ = LimitsPage.create(1, 2)
-        self.config = ServeConfig(**config)
-        admission = Admission(self.page, 0, self.config.max_waiting, self.config.max_concurrent_per_key)
-        self.records: list[RequestRecord] = []
-        self.service = Service(self.engine, self.config, admission, [self._broken, self.records.append])  # type: ignore[arg-type]
-        self.app = ApiApp(self.service)
-
-    def _broken(self, record: RequestRecord) -> None:
-        raise RuntimeError("an observer that fails must not matter")
-
-    def ask(
-        self, path: str, body: Any, method: str = "POST", **headers: str
-    ) -> tuple[FakeConnection, asyncio.Task[None]]:
-        written = body if isinstance(body, bytes) else json.dumps(body).encode()
-        given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        connection = FakeConnection(written, headers=given)
-        connection.scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "method": method}
-        return connection, asyncio.ensure_future(self.app(connection.scope, connection.receive, connection.send))
-
-    def check_idle(self, records: int = 1) -> RequestRecord:
-        """Nothing is left; the last record."""
-        assert not self.page.counts.any() and not self.service.live
-        assert len(self.records) == records
-        return self.records[-1]
-
-
-def _give(request: Any, text: str, finish: Any = None) -> None:
-    request.on_output(RequestOutput("r", [CompletionOutput(0, text, [97], finish)], finish is not None))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", _CHAT), ("/v1/completions", {"prompt": "hello"})])
 def test_an_answer(run: Run, path: str, body: Any, stream: bool) -> None:
     async def go() -> None:
-        server = _Server()
+        server = FakeServer()
         headers = {"x_request_id": "mine", "traceparent": "00-a", "tracestate": "b=c"}
         connection, task = server.ask(path, {**body, "stream": stream, "model": "m"}, **headers)
         await settle()
         [request] = server.engine.requests
         assert request.params.output_kind == ("delta" if stream else "final_only")
         assert len(server.service.live) == 1
-        _give(request, "hi", "stop")
+        give(request, "hi", "stop")
         await task
         assert connection.status == 200 and connection.complete
         record = server.check_idle()
@@ -141,7 +60,7 @@ def test_refusals_reach_no_engine(
     run: Run, config: Any, headers: dict[str, str], body: Any, status: int, code: str | None
 ) -> None:
     async def go() -> None:
-        server = _Server(**config)
+        server = FakeServer(**config)
         connection, task = server.ask("/v1/completions", body, **headers)
         await task
         error = json.loads(connection.body)["error"]
@@ -155,7 +74,7 @@ def test_refusals_reach_no_engine(
 
 def test_a_prompt_that_the_front_end_refuses(run: Run) -> None:
     async def go() -> None:
-        server = _Server()
+        server = FakeServer()
         server.engine.raises = InvalidRequestError("odd")
         connection, task = server.ask("/v1/completions", {"prompt": "x"})
         await task
@@ -167,7 +86,7 @@ def test_a_prompt_that_the_front_end_refuses(run: Run) -> None:
 
 def test_limits_over_requests_that_wait_and_over_those_of_a_key(run: Run) -> None:
     async def go() -> None:
-        server = _Server(api_keys=["a", "b"], max_concurrent_per_key=1, max_waiting=2)
+        server = FakeServer(api_keys=["a", "b"], max_concurrent_per_key=1, max_waiting=2)
         held = [server.ask("/v1/completions", {"prompt": "x", "stream": True}, authorization="Bearer a")]
         await settle()
         connection, task = server.ask("/v1/completions", {"prompt": "x"}, authorization="Bearer a")
@@ -178,7 +97,7 @@ def test_limits_over_requests_that_wait_and_over_those_of_a_key(run: Run) -> Non
         held.append(server.ask("/v1/completions", {"prompt": "x"}, authorization="Bearer b"))
         await settle()
         for request in server.engine.requests:
-            _give(request, "x", "stop")
+            give(request, "x", "stop")
         for _, task in held:
             await task
         server.check_idle(3)
@@ -189,7 +108,7 @@ def test_limits_over_requests_that_wait_and_over_those_of_a_key(run: Run) -> Non
 @pytest.mark.parametrize("dead", [False, True])
 def test_a_server_that_takes_no_more(run: Run, dead: bool) -> None:
     async def go() -> None:
-        server = _Server()
+        server = FakeServer()
         server.engine.dead, server.service.draining = dead, not dead
         for path in ("/v1/completions", "/readyz"):
             connection, task = server.ask(path, {"prompt": "x"}, "POST" if "v1" in path else "GET")
@@ -205,12 +124,12 @@ def test_a_server_that_takes_no_more(run: Run, dead: bool) -> None:
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_client_that_goes_away(run: Run, begun: bool) -> None:
     async def go() -> None:
-        server = _Server()
+        server = FakeServer()
         connection, task = server.ask("/v1/chat/completions", {**_CHAT, "stream": True})
         await settle()
         [request] = server.engine.requests
         if begun:
-            _give(request, "a")
+            give(request, "a")
         connection.leave()
         await task
         assert request.aborted
@@ -223,7 +142,7 @@ def test_a_client_that_goes_away(run: Run, begun: bool) -> None:
 
 def test_a_client_that_goes_away_before_its_body_came(run: Run) -> None:
     async def go() -> None:
-        server = _Server()
+        server = FakeServer()
         connection, task = server.ask("/v1/chat/completions", _CHAT)
         connection._incoming[0]["more_body"] = True
         await settle()
@@ -238,7 +157,7 @@ def test_a_client_that_goes_away_before_its_body_came(run: Run) -> None:
 
 def test_a_task_that_is_cancelled(run: Run) -> None:
     async def go() -> None:
-        server = _Server()
+        server = FakeServer()
         _, task = server.ask("/v1/chat/completions", _CHAT)
         await settle()
         task.cancel()
@@ -252,7 +171,7 @@ def test_a_task_that_is_cancelled(run: Run) -> None:
 
 def test_all_are_cut_when_their_time_is_over(run: Run) -> None:
     async def go() -> None:
-        server = _Server()
+        server = FakeServer()
         asked = [server.ask("/v1/chat/completions", {**_CHAT, "stream": stream}) for stream in (False, True)]
         await settle()
         server.service.cut_all()
@@ -268,10 +187,10 @@ def test_all_are_cut_when_their_time_is_over(run: Run) -> None:
 
 def test_a_prompt_is_in_the_record_where_that_is_wanted(run: Run) -> None:
     async def go() -> None:
-        server = _Server(log_prompts=True)
+        server = FakeServer(log_prompts=True)
         _, task = server.ask("/v1/completions", {"prompt": "a\nb"})
         await settle()
-        _give(server.engine.requests[0], "x", "stop")
+        give(server.engine.requests[0], "x", "stop")
         await task
         assert server.check_idle().prompt == repr("a\nb")
 
@@ -283,7 +202,7 @@ def test_a_prompt_is_in_the_record_where_that_is_wanted(run: Run) -> None:
 
 def _get(path: str, body: Any = b"", method: str = "GET") -> tuple[FakeConnection, Any]:
     async def go() -> FakeConnection:
-        connection, task = _Server().ask(path, body, method)
+        connection, task = FakeServer().ask(path, body, method)
         await task
         return connection
 

@@ -95,8 +95,8 @@ class _Side:
         self.engine = _Engine()
         self.generation = Generation(self.engine, self.answer, self.ticket, self.record, timeout)  # type: ignore[arg-type]
 
-    async def begin(self, *prompts: Any) -> None:
-        await self.generation.begin(prompts, SamplingParams(output_kind="delta"))
+    async def begin(self, *prompts: Any, n: int = 1) -> None:
+        await self.generation.begin(prompts, SamplingParams(output_kind="delta", n=n))
 
     def check_over(self, error: str = "") -> None:
         """Nothing is left of it but the answer."""
@@ -154,6 +154,24 @@ def test_it_ends_with_the_last_of_several_prompts(run: Run) -> None:
         document = json.loads(side.connection.body)
         assert [(one["index"], one["text"]) for one in document["choices"]] == [(0, "1"), (1, "2")]
         assert document["usage"]["total_tokens"] == 3 + 2
+
+    run(body())
+
+
+def test_choices_of_several_prompts_with_several_completions(run: Run) -> None:
+    async def body() -> None:
+        side = _Side(streamed=False)
+        await side.begin("a", "b", n=2)
+        assert side.engine.streams[0].on_text is None
+        for number, stream in enumerate(side.engine.streams):
+            stream.ended = True
+            ends = [CompletionOutput(index, f"{number}{index}", [97], "stop") for index in range(2)]
+            stream.on_output(RequestOutput("r", ends, True, metrics=RequestMetrics()))
+        side.check_over()
+        document = json.loads(side.connection.body)
+        choices = [(one["index"], one["text"]) for one in document["choices"]]
+        assert choices == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
+        assert side.record.finish_reasons == ["stop"] * 4
 
     run(body())
 
