@@ -26,8 +26,9 @@ def stream_ratio(mode: str, design: str, field: str, size: tuple[int, int, int])
     job = stream.Job(mode, "unix", streams, steps, False)
     ratios = []
     for _ in range(reps):
-        plain = getattr(stream.measure("plain", job, "default"), field)
-        ratios.append(plain / getattr(stream.measure(design, job, "default"), field))
+        plain: float = getattr(stream.measure("plain", job, "default"), field)
+        mine: float = getattr(stream.measure(design, job, "default"), field)
+        ratios.append(plain / mine)
     return statistics.median(ratios)
 
 

@@ -87,7 +87,8 @@ def head(machine: dict[str, Any]) -> str:
     when = time.strftime("%Y-%m-%d")
     return f"""# Performance
 
-Made by `python -m benchmarks report` on {when}: Python {machine["python"]}, {machine["cpus"]} CPUs, {machine["system"]}.
+Made by `python -m benchmarks report` on {when}, with Python {machine["python"]} on {machine["cpus"]} CPUs
+({machine["system"]}).
 
 The machine is shared, so that wall times vary by half and more between two runs. Designs that stand in one table were
 measured in turn, in one run: look at ratios, and at CPU time before wall time. Figures are medians, with the least and

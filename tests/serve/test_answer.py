@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from fake_connection import FakeConnection, settle
+from outboard.engines.byte_tokenizer import ByteTokenizer
 from outboard.frontend.outputs import CompletionOutput, RequestOutput
 from outboard.protocol.sampling import FinishReason
 from outboard.serve.answer import StreamedAnswer, WholeAnswer
 from outboard.serve.errors import ApiError
 from outboard.serve.formats import ChatFormat, CompletionFormat
+from outboard.serve.logprobs import TokenTexts
 from support import Run
 
 _ERROR = ApiError(503, "gone", "server_error", "engine_dead", retry_after=7)
@@ -229,7 +231,8 @@ def test_an_error_behind_the_head_is_an_event() -> None:
 def test_what_is_new_merges_while_the_connection_is_busy(run: Run) -> None:
     async def body() -> None:
         connection = FakeConnection()
-        answer = _streamed(connection)
+        form = ChatFormat("id-1", "m", TokenTexts(ByteTokenizer()))
+        answer = _streamed(connection, lambda *_: form)
         answer.add(0, _output(_one("a")))
         connection.pause()
         answer.add(0, _output(_one("b")))  # this write waits
@@ -247,6 +250,8 @@ def test_what_is_new_merges_while_the_connection_is_busy(run: Run) -> None:
         assert _texts(connection.events, 1) == ["", "x"]
         merged = next(one for one in connection.events if _texts([one]) == ["cde"])
         assert merged["choices"][0]["finish_reason"] == "length"
+        logprobs = merged["choices"][0]["logprobs"]["content"]
+        assert [one["logprob"] for one in logprobs] == [-1.0, -2.0]
         answer.finish()
         assert connection.events[-1] == "[DONE]"
         assert answer._timer is None
@@ -317,6 +322,22 @@ def test_too_much_held_back_is_a_slow_reader(run: Run) -> None:
         assert connection.aborted
         await settle()
         assert len(asyncio.all_tasks()) == 1
+
+    run(body())
+
+
+def test_what_was_written_is_not_held_back_any_more(run: Run) -> None:
+    async def body() -> None:
+        slow: list[str] = []
+        connection = FakeConnection()
+        answer = _streamed(connection, slow=slow, slow_bytes=10)
+        for _ in range(5):
+            connection.pause()
+            answer.add(0, _output(_one("a")))
+            answer.add(0, _output(_one("0123456789")))
+            connection.resume()
+            await settle()
+        assert not slow and answer._timer is None
 
     run(body())
 
@@ -437,8 +458,12 @@ def test_a_whole_answer_has_all_choices_in_order() -> None:
     async def body() -> None:
         connection = FakeConnection(headers=[(b"x-request-id", b"mine")])
         answer = WholeAnswer(connection.exchange(), CompletionFormat("id-1", "m", None))
-        assert answer.text_writer(0) is None
-        answer.add(2, _output(_one("c", "stop"), _one("d", "length", index=1)))
+        further = answer.text_writer(2)
+        assert further is not None
+        answer.add(2, _output(_one("c")))
+        further("c")
+        further("c")
+        answer.add(2, _output(_one("", "stop"), _one("d", "length", index=1)))
         answer.add(0, _output(_one("b", "stop", index=1), _one("a", "stop")))
         assert not connection.sent
         answer.usage.prompt_tokens, answer.usage.completion_tokens = 4, 4
@@ -447,7 +472,12 @@ def test_a_whole_answer_has_all_choices_in_order() -> None:
         assert connection.headers[b"x-request-id"] == b"mine"
         assert int(connection.headers[b"content-length"]) == len(connection.body)
         document = json.loads(connection.body)
-        assert [(one["index"], one["text"]) for one in document["choices"]] == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
+        assert [(one["index"], one["text"]) for one in document["choices"]] == [
+            (0, "a"),
+            (1, "b"),
+            (2, "ccc"),
+            (3, "d"),
+        ]
         assert document["usage"]["total_tokens"] == 8
 
     asyncio.run(body())

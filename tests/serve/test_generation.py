@@ -95,8 +95,8 @@ class _Side:
         self.engine = _Engine()
         self.generation = Generation(self.engine, self.answer, self.ticket, self.record, timeout)  # type: ignore[arg-type]
 
-    async def begin(self, *prompts: Any) -> None:
-        await self.generation.begin(prompts, SamplingParams(output_kind="delta"))
+    async def begin(self, *prompts: Any, n: int = 1) -> None:
+        await self.generation.begin(prompts, SamplingParams(output_kind="delta", n=n))
 
     def check_over(self, error: str = "") -> None:
         """Nothing is left of it but the answer."""
@@ -158,6 +158,24 @@ def test_it_ends_with_the_last_of_several_prompts(run: Run) -> None:
     run(body())
 
 
+def test_choices_of_several_prompts_with_several_completions(run: Run) -> None:
+    async def body() -> None:
+        side = _Side(streamed=False)
+        await side.begin("a", "b", n=2)
+        assert side.engine.streams[0].on_text is None
+        for number, stream in enumerate(side.engine.streams):
+            stream.ended = True
+            ends = [CompletionOutput(index, f"{number}{index}", [97], "stop") for index in range(2)]
+            stream.on_output(RequestOutput("r", ends, True, metrics=RequestMetrics()))
+        side.check_over()
+        document = json.loads(side.connection.body)
+        choices = [(one["index"], one["text"]) for one in document["choices"]]
+        assert choices == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
+        assert side.record.finish_reasons == ["stop"] * 4
+
+    run(body())
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -211,6 +229,29 @@ def test_ends_that_are_errors(run: Run, finish: Any, more: Any, status: int, cod
         side.engine.streams[0].give("", finish, **more)
         side.check_over(code)
         assert side.connection.status == status and side.error["code"] == code
+
+    run(body())
+
+
+def test_many_prompts_leave_the_loop_to_others(run: Run) -> None:
+    async def body() -> None:
+        side = _Side()
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while not side.connection.complete:
+                turns += 1
+                if turns == 50:  # the others are not sent any more
+                    side.engine.streams[0].fail(EngineDeadError("it died"))
+                await asyncio.sleep(0)
+
+        others = asyncio.ensure_future(other())
+        await side.begin(*["a"] * 1000)
+        await others
+        assert turns >= 50
+        assert len(side.engine.streams) < 1000
+        side.check_over("engine_dead")
 
     run(body())
 

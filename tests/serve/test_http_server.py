@@ -155,3 +155,21 @@ def test_a_header_that_came_closes_nothing(run: Run) -> None:
         await settle()
 
     run(body())
+
+
+def test_a_header_that_does_not_come_cuts_no_answer(run: Run) -> None:
+    async def body() -> None:
+        requests = _Requests(receive_timeout=0.02)
+        requests.protocol.data_received(_GET % 0 + b"GET /1 HT")
+        await settle()
+        [(_, _, send)] = requests.begun
+        await _start(send)
+        await asyncio.sleep(0.06)
+        assert not requests.transport.closing
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        async with asyncio.timeout(5):
+            while not requests.transport.closing:
+                await asyncio.sleep(0.005)
+        await settle()
+
+    run(body())

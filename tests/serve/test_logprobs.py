@@ -46,7 +46,7 @@ def test_without_a_tokenizer_a_text_is_the_id() -> None:
 
 
 _TOKENS = [97, 98]
-_LOGPROBS = [{97: -0.5, 99: -1.5}, {99: -0.1, 100: -0.2, 98: -3.0}]
+_LOGPROBS = [{97: -0.5, 99: -1.5}, {98: -3.0, 99: -0.1, 100: -0.2}]
 
 
 def test_completions() -> None:
@@ -54,7 +54,7 @@ def test_completions() -> None:
     assert found == {
         "tokens": ["a", "b"],
         "token_logprobs": [-0.5, -3.0],
-        "top_logprobs": [{"a": -0.5, "c": -1.5}, {"c": -0.1, "d": -0.2, "b": -3.0}],
+        "top_logprobs": [{"a": -0.5, "c": -1.5}, {"b": -3.0, "c": -0.1, "d": -0.2}],
         "text_offset": [0, 1],
     }
     Logprobs.model_validate(found, strict=True)

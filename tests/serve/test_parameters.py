@@ -79,10 +79,10 @@ def test_parts_of_text_become_one_text() -> None:
 @pytest.mark.parametrize(
     ("message", "param", "code"),
     [
-        ({"role": "user"}, "messages[1].content", None),
-        ({"role": "user", "content": None}, "messages[1].content", None),
-        ({"role": "user", "content": 3}, "messages[1].content", None),
-        ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content", None),
+        ({"role": "user"}, "messages[1].content", "invalid_value"),
+        ({"role": "user", "content": None}, "messages[1].content", "invalid_value"),
+        ({"role": "user", "content": 3}, "messages[1].content", "invalid_value"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content", "invalid_value"),
         ({"role": "user", "content": ["a"]}, "messages[1].content", "unsupported_parameter"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
@@ -91,8 +91,8 @@ def test_parts_of_text_become_one_text() -> None:
         ),
         ({"role": "tool", "content": "x"}, "messages[1]", "unsupported_parameter"),
         ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages[1]", "unsupported_parameter"),
-        ({"content": "x"}, "messages[1].role", None),
-        ({"role": 3, "content": "x"}, "messages[1].role", None),
+        ({"content": "x"}, "messages[1].role", "invalid_value"),
+        ({"role": 3, "content": "x"}, "messages[1].role", "invalid_value"),
     ],
 )
 def test_messages_that_cannot_be_honoured_are_refused_by_place(
@@ -107,10 +107,10 @@ def test_messages_that_cannot_be_honoured_are_refused_by_place(
 
 
 def test_defaults_are_those_of_openai() -> None:
-    completion = completion_params(_completion(), False)
+    completion = completion_params(_completion())
     assert (completion.max_tokens, completion.n, completion.temperature) == (16, 1, 1.0)
-    assert completion.logprobs is None and completion.output_kind == "final_only"
-    chat = chat_params(_chat(), True)
+    assert completion.logprobs is None and completion.output_kind == "delta"
+    chat = chat_params(_chat())
     assert chat.max_tokens is None and chat.output_kind == "delta"
 
 
@@ -121,9 +121,9 @@ def test_null_is_as_if_it_were_left_out() -> None:
         if field.name not in ("prompt", "model", "stream_options")
     }
     request = _completion(**dict.fromkeys(names))
-    assert completion_params(request, False) == completion_params(_completion(), False)
+    assert completion_params(request) == completion_params(_completion())
     names = {field.name for field in msgspec.structs.fields(ChatRequest)} - {"messages"}
-    assert chat_params(_chat(**dict.fromkeys(names)), False) == chat_params(_chat(), False)
+    assert chat_params(_chat(**dict.fromkeys(names))) == chat_params(_chat())
     assert stream_usage(_chat(**dict.fromkeys(names))) == (False, False)
 
 
@@ -146,24 +146,24 @@ def test_all_parameters_arrive() -> None:
         "include_stop_str_in_output": True,
     }
     for params in (
-        completion_params(_completion(**given, stop="x", logprobs=3), True),
-        chat_params(_chat(**given, stop=["x"], logprobs=True, top_logprobs=3), True),
+        completion_params(_completion(**given, stop="x", logprobs=3)),
+        chat_params(_chat(**given, stop=["x"], logprobs=True, top_logprobs=3)),
     ):
         assert {name: getattr(params, name) for name in given} == given
         assert params.stop == ["x"] and params.logprobs == 3
 
 
 def test_the_newer_limit_of_chat_goes_first() -> None:
-    assert chat_params(_chat(max_tokens=3), False).max_tokens == 3
-    assert chat_params(_chat(max_tokens=3, max_completion_tokens=4), False).max_tokens == 4
+    assert chat_params(_chat(max_tokens=3)).max_tokens == 3
+    assert chat_params(_chat(max_tokens=3, max_completion_tokens=4)).max_tokens == 4
 
 
 def test_log_probabilities_of_chat() -> None:
-    assert chat_params(_chat(logprobs=True), False).logprobs == 0
-    assert chat_params(_chat(logprobs=False), False).logprobs is None
-    assert chat_params(_chat(logprobs=False, top_logprobs=0), False).logprobs is None
+    assert chat_params(_chat(logprobs=True)).logprobs == 0
+    assert chat_params(_chat(logprobs=False)).logprobs is None
+    assert chat_params(_chat(logprobs=False, top_logprobs=0)).logprobs is None
     with pytest.raises(ApiError) as caught:
-        chat_params(_chat(top_logprobs=2), False)
+        chat_params(_chat(top_logprobs=2))
     assert caught.value.param == "top_logprobs"
 
 
@@ -180,7 +180,7 @@ def test_log_probabilities_of_chat() -> None:
     ],
 )
 def test_what_changes_nothing_is_taken(harmless: dict[str, Any]) -> None:
-    assert chat_params(_chat(**harmless), False) == chat_params(_chat(), False)
+    assert chat_params(_chat(**harmless)) == chat_params(_chat())
 
 
 @pytest.mark.parametrize(
@@ -202,20 +202,20 @@ def test_what_changes_nothing_is_taken(harmless: dict[str, Any]) -> None:
 )
 def test_what_would_change_the_answer_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ApiError) as caught:
-        chat_params(_chat(**{name: value}), False)
+        chat_params(_chat(**{name: value}))
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "unsupported_parameter", name)
 
 
 @pytest.mark.parametrize(("name", "value"), [("echo", True), ("suffix", "x"), ("best_of", 3), ("logit_bias", {"1": 1})])
 def test_completions_refuse_too(name: str, value: Any) -> None:
     with pytest.raises(ApiError) as caught:
-        completion_params(_completion(**{name: value}), False)
+        completion_params(_completion(**{name: value}))
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
 
 
 def test_best_of_n_is_n() -> None:
-    assert completion_params(_completion(best_of=1), False).n == 1
-    assert completion_params(_completion(best_of=2, n=2), False).n == 2
+    assert completion_params(_completion(best_of=1)).n == 1
+    assert completion_params(_completion(best_of=2, n=2)).n == 2
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_values_out_of_range_are_refused(name: str, value: Any) -> None:
 @pytest.mark.parametrize("fields", [{"stop": ""}, {"stop": ["a", ""]}, {"min_tokens": 3, "max_tokens": 2}])
 def test_what_contradicts_itself_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
-        completion_params(_completion(**fields), False)
+        completion_params(_completion(**fields))
 
 
 # --- usage of streams ---

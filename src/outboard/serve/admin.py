@@ -243,10 +243,7 @@ class AdminApp:
         """With its key checked."""
         exchange = Exchange(request.scope, request.receive, request._send)  # type: ignore[arg-type]
         if self._keys.find(exchange.headers.get(b"authorization", b"")) == -1:
-            raise ApiError(
-                401, "administration wants its key, as Authorization: Bearer KEY", "authentication_error",
-                "invalid_api_key",
-            )  # fmt: skip
+            raise ApiError(401, "administration wants its key, as Authorization: Bearer KEY", code="invalid_api_key")
         return exchange
 
 

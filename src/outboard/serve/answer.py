@@ -20,6 +20,23 @@ __all__ = ["Answer", "StreamedAnswer", "WholeAnswer"]
 _encode_text = msgspec.json.Encoder().encode
 
 
+# What a log probability takes in an event, roughly.
+_LOGPROB_BYTES = 64
+
+
+def _merge(held: dict[int, CompletionOutput], choice: int, new: CompletionOutput) -> None:
+    """Adds what is new of a choice to what is held of it."""
+    so_far = held.get(choice)
+    if so_far is None:
+        held[choice] = new
+        return
+    so_far.text += new.text
+    so_far.token_ids += new.token_ids
+    if new.logprobs is not None:
+        so_far.logprobs = (so_far.logprobs or []) + new.logprobs
+    so_far.finish_reason, so_far.stop_reason = new.finish_reason, new.stop_reason
+
+
 def _not_written(event: bytes) -> bool:
     return False
 
@@ -87,8 +104,7 @@ class Answer(ABC):
         self._outlet.start(status, headers + self._headers, body, False)
 
     def _write_error(self, error: ApiError) -> None:
-        more = [] if error.retry_after is None else [(b"retry-after", b"%d" % error.retry_after)]
-        self._write_document(error.status, error.body, more)
+        self._write_document(error.status, error.body, error.headers)
 
 
 class WholeAnswer(Answer):
@@ -96,13 +112,22 @@ class WholeAnswer(Answer):
 
     def __init__(self, exchange: Exchange, form: Format) -> None:
         super().__init__(exchange, form)
-        self._completions: dict[int, CompletionOutput] = {}
+        self._texts: dict[int, list[str]] = {}  # by choice
+        self._completions: dict[int, CompletionOutput] = {}  # by choice; all but their texts
 
     def add(self, base: int, output: RequestOutput) -> None:
         for one in output.outputs:
-            self._completions[base + one.index] = one
+            choice = base + one.index
+            self._texts.setdefault(choice, []).append(one.text)
+            one.text = ""
+            _merge(self._completions, choice, one)
+
+    def text_writer(self, choice: int) -> OnText | None:
+        return self._texts.setdefault(choice, []).append
 
     def finish(self) -> None:
+        for choice, one in self._completions.items():
+            one.text = "".join(self._texts[choice])
         completions = [one for _, one in sorted(self._completions.items())]
         self._write_document(200, self._form.document(completions, self.usage), [])
 
@@ -230,16 +255,8 @@ class StreamedAnswer(Answer):
     # --- while the connection takes no more ---
 
     def _hold(self, choice: int, new: CompletionOutput) -> None:
-        self._held_bytes += len(new.text) + 64 * len(new.logprobs or ())
-        held = self._held.get(choice)
-        if held is None:
-            self._held[choice] = new
-            return
-        held.text += new.text
-        held.token_ids += new.token_ids
-        if new.logprobs is not None:
-            held.logprobs = (held.logprobs or []) + new.logprobs
-        held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
+        self._held_bytes += len(new.text) + sum(_LOGPROB_BYTES * len(one) for one in new.logprobs or ())
+        _merge(self._held, choice, new)
 
     def _check_held(self) -> None:
         if self._held_bytes > self._slow_bytes:

@@ -177,9 +177,11 @@ def json_response(document: Any) -> Response:
 
 async def error_response(request: Request, error: Exception) -> Response:
     """An error as the API tells it; Starlette's own too."""
+    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
+        headers.update(error.headers or {})  # such as `allow`
         what = f"{request.method} {request.url.path}: {error.detail}"
         error = ApiError(error.status_code, what, code=str(error.detail).lower().replace(" ", "_"))
     told = to_api_error(error)
-    headers = {} if told.retry_after is None else {"retry-after": str(told.retry_after)}
+    headers.update({name.decode(): value.decode() for name, value in told.headers})
     return Response(told.body, told.status, headers, "application/json")

@@ -119,7 +119,7 @@ class CompletionsEndpoint(_GenerationEndpoint[CompletionRequest]):
     _prefix = "cmpl"
 
     def _params(self, request: CompletionRequest) -> SamplingParams:
-        return completion_params(request, bool(request.stream))
+        return completion_params(request)
 
     def _prompts(self, request: CompletionRequest) -> Sequence[Prompt]:
         return completion_prompts(request)
@@ -135,7 +135,7 @@ class ChatEndpoint(_GenerationEndpoint[ChatRequest]):
 
     def _params(self, request: ChatRequest) -> SamplingParams:
         info = self._service.llm.engine_info
-        return chat_params(request, bool(request.stream), info.structured_outputs)
+        return chat_params(request, info.structured_outputs)
 
     def _prompts(self, request: ChatRequest) -> Sequence[Prompt]:
         return [chat_messages(request)]

@@ -28,7 +28,7 @@ class ApiError(Exception):
     Args:
         status: of HTTP.
         message: for the person who meets it.
-        type: OpenAI's: "invalid_request_error", "authentication_error", "rate_limit_error" or "server_error".
+        type: OpenAI's: "invalid_request_error", "rate_limit_error" or "server_error".
         code: what exactly, for programs; default "invalid_value" with status 400.
         param: the field that is to blame.
         retry_after: seconds after which it is worth another try.
@@ -49,6 +49,16 @@ class ApiError(Exception):
         self.code = "invalid_value" if code is None and status == 400 else code
         self.param = param
         self.retry_after = retry_after
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Those that the answer has on account of it."""
+        if self.retry_after is not None:
+            return [(b"retry-after", b"%d" % self.retry_after)]
+        if self.status == 401:
+            return [(b"www-authenticate", b"Bearer")]
+        # OpenAI's clients try again after every 5xx and 408 unless they are told not to.
+        return [(b"x-should-retry", b"false")] if self.status >= 500 else []
 
     @property
     def body(self) -> bytes:

@@ -14,7 +14,7 @@ from outboard.serve.errors import ApiError
 from outboard.serve.http_server import ABORT, WRITE_CHUNK
 from outboard.serve.outlet import Send, WriteChunk
 
-__all__ = ["Exchange", "Receive", "Scope", "request_id_of"]
+__all__ = ["Exchange", "Receive", "Scope", "parse", "request_id_of"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -70,14 +70,7 @@ class Exchange:
                 body = await self._read_all(most_bytes)
         except TimeoutError:
             raise ApiError(408, f"the request's body did not come within {timeout:g} s", code="timeout") from None
-        try:
-            return msgspec.json.decode(body or empty, type=kind)
-        except msgspec.ValidationError as error:
-            raise _invalid(str(error)) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"the request's body is no JSON: {error}", code="invalid_json") from None
-        except RecursionError:
-            raise ApiError(400, "the request's body is nested too deeply", code="invalid_json") from None
+        return parse(body or empty, kind)
 
     async def _read_all(self, most_bytes: int) -> bytes:
         said = self.headers.get(b"content-length", b"")
@@ -119,7 +112,7 @@ class Exchange:
 
     async def refuse(self, error: ApiError) -> None:
         """Answers with an error."""
-        more = [] if error.retry_after is None else [(b"retry-after", b"%d" % error.retry_after)]
+        more = error.headers
         if error.status in (408, 413):
             more.append((b"connection", b"close"))  # the rest of the body is not read
         await self.answer(error.status, error.body, more)
@@ -129,6 +122,18 @@ class Exchange:
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *(more or [])]
         await self.send({"type": "http.response.start", "status": status, "headers": headers + self.answer_headers})
         await self.send({"type": "http.response.body", "body": body})
+
+
+def parse(body: bytes, kind: type[_T]) -> _T:
+    """A body, as JSON of this kind. Raises `ApiError`."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the request's body is no JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the request's body is nested too deeply", code="invalid_json") from None
 
 
 def _too_large(most_bytes: int) -> ApiError:

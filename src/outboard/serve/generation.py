@@ -23,6 +23,9 @@ __all__ = ["Generation"]
 
 logger = logging.getLogger("outboard.serve")
 
+# Prompts that are encoded and sent before others get their turn on the loop.
+_AT_ONCE = 8
+
 
 class Generation:
     """The requests to the engine that one request of the API makes, and their outputs on the way to its answer.
@@ -65,6 +68,10 @@ class Generation:
         """
         self._unfinished = self._record.prompts = len(prompts)
         for number, prompt in enumerate(prompts):
+            if number and number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+                if self._ended:
+                    return
             try:
                 stream = await self._llm.submit(
                     prompt,

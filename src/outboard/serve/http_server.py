@@ -125,7 +125,9 @@ class _Protocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._header_timer = None
-        if not self.transport.is_closing():
+        if any(not cycle.response_complete for cycle in self._unanswered):
+            self._await_header()  # an answer is under way, which must not be cut
+        elif not self.transport.is_closing():
             self.transport.close()
 
 

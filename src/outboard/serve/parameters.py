@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outboard.frontend.prompt import Prompt
-from outboard.protocol.sampling import RequestOutputKind, SamplingParams
+from outboard.protocol.sampling import SamplingParams
 from outboard.serve.errors import ApiError
 from outboard.serve.requests import ChatRequest, CompletionRequest, Sampling
 
@@ -83,7 +83,7 @@ def text_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [_message(index, message) for index, message in enumerate(messages)]
 
 
-def completion_params(request: CompletionRequest, streams: bool) -> SamplingParams:
+def completion_params(request: CompletionRequest) -> SamplingParams:
     """How to continue the prompts."""
     _refuse("echo", request.echo)
     _refuse("suffix", request.suffix)
@@ -91,17 +91,19 @@ def completion_params(request: CompletionRequest, streams: bool) -> SamplingPara
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise _unsupported("best_of", "only the value of n is")
     limit = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    return _params(request, limit, request.logprobs, streams)
+    return _params(request, limit, request.logprobs)
 
 
-def chat_params(request: ChatRequest, streams: bool, follows_grammars: bool = False) -> SamplingParams:
+def chat_params(request: ChatRequest, follows_grammars: bool = False) -> SamplingParams:
     """How to answer the messages.
 
     Args:
         follows_grammars: whether the engine does (`EngineInfo.structured_outputs`).
     """
-    for name in ("tools", "functions", "function_call", "audio", "prediction", "web_search_options"):
+    for name in ("tools", "functions", "audio", "prediction", "web_search_options"):
         _refuse(name, getattr(request, name))
+    if request.function_call not in (None, "none", "auto"):
+        raise _unsupported("function_call")
     if request.tool_choice not in (None, "none", "auto"):
         raise _unsupported("tool_choice")
     _refuse_common(request)
@@ -114,7 +116,7 @@ def chat_params(request: ChatRequest, streams: bool, follows_grammars: bool = Fa
     elif request.top_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    params = _params(request, limit, logprobs, streams)
+    params = _params(request, limit, logprobs)
     params.structured_outputs = structured
     return params
 
@@ -138,10 +140,10 @@ def _structured_outputs(response_format: dict[str, Any], follows_grammars: bool)
     return {"json": schema}
 
 
-def _params(request: Sampling, max_tokens: int | None, logprobs: int | None, streams: bool) -> SamplingParams:
+def _params(request: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
-    kind: RequestOutputKind = "delta" if streams else "final_only"
-    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
+    # Deltas also where the answer is one document: with the first of them a request waits no more.
+    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, output_kind="delta")
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:

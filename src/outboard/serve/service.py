@@ -83,10 +83,7 @@ class Service:
         """Index of the API key that a request shows; None where none is needed. Raises `ApiError`."""
         key = self._keys.find(exchange.headers.get(b"authorization", b""))
         if key == -1:
-            raise ApiError(
-                401, "this server wants an API key, as Authorization: Bearer KEY", "authentication_error",
-                "invalid_api_key",
-            )  # fmt: skip
+            raise ApiError(401, "this server wants an API key, as Authorization: Bearer KEY", code="invalid_api_key")
         return key
 
     def check_model(self, name: str | None) -> None:
