@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Schedules of `make chaos`; with SEED=123 that one alone, and what it does.
 SEEDS ?= 200
 
-.PHONY: demo demo-serve test test-slow chaos lint bench clean
+.PHONY: demo demo-serve test test-slow chaos lint bench bench-check clean
 
 ## Install, fetch the small model, and stream an answer of it through an engine-core process.
 demo: .venv/demo
@@ -44,6 +44,10 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.stream
 	$(BIN)/python -m benchmarks.startup
 	$(BIN)/python -m benchmarks.idle
+
+## Ratios against plain designs, in one run, that must not fall below their floors.
+bench-check: .venv/dev
+	$(BIN)/python -m benchmarks check
 
 .venv/pip:
 	$(PYTHON) -m venv .venv
