@@ -98,7 +98,7 @@ def _expected_errors(ledger: Ledger) -> list[str]:
         expected.append("outboard.launch: engine core rank 0")
         expected.append("outboard.launch: Engine core rank 0")
     if ledger.raising_callbacks:
-        expected.append("outboard.frontend: the on_output of request")
+        expected.append("outboard.frontend: the call-back of request")
     return expected
 
 

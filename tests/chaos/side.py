@@ -120,7 +120,7 @@ class Side(ABC):
     @property
     def directory(self) -> Path:
         """The session's."""
-        return Path(self.client._membership._addresses.directory)
+        return Path(self.client.addresses.directory)
 
     @property
     def state(self) -> EngineState:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import pstats
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -313,10 +315,12 @@ def test_administration(server: Server) -> None:
     assert "outboard.audit: /admin/scale: refused: data_parallel_size" in server.stderr()
 
 
-def test_a_profile(server: Server) -> None:
-    assert len(server.admin("POST", "/admin/profile/start")["paths"]) == 1
+def test_a_profile(server: Server, tmp_path: Path) -> None:
+    path = str(tmp_path / "steps.prof")
+    assert server.admin("POST", "/admin/profile/start", {"path": path}) == {"paths": [path]}
     complete(server, max_tokens=3)
-    assert len(server.admin("POST", "/admin/profile/stop")["paths"]) == 1
+    assert server.admin("POST", "/admin/profile/stop") == {"paths": [path]}
+    assert pstats.Stats(path).total_calls > 0  # type: ignore[attr-defined]
 
 
 def test_the_admin_key_and_the_closed_door(server: Server) -> None:

@@ -167,6 +167,8 @@ class AdminApp:
         await self._call("wake_up", asked.tags)
 
     async def _start_profile(self, request: Request, asked: _Profile) -> Any:
+        if asked.path is not None and len(self._client.core_engines) > 1:
+            raise ApiError(400, "several engine cores cannot write to one path: leave it out", param="path")
         return {"paths": await self._call("start_profile", asked.path)}
 
     async def _stop_profile(self, request: Request, asked: _Nothing) -> Any:
