@@ -16,7 +16,7 @@ from array import array
 import msgspec
 
 from benchmarks.measure import show, spread, write_json
-from benchmarks.peers.outboard_side import ENGINE
+from benchmarks.peers.sides.outboard_side import ENGINE
 from outboard import AsyncMPClient, EngineConfig, EngineCoreRequest, SamplingParams
 
 

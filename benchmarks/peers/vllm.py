@@ -1,7 +1,7 @@
 """vLLM's own client and Outboard on the same work, in turn, in one run.
 
 What is measured is the way between a front end and its engine core, not a model: both engines cost next to nothing
-(`benchmarks.peers.vllm_engine`, `benchmarks.engines.GatedMock`), and their `step` is taken off the engine's CPU time.
+(`sides/vllm_engine.py`, `benchmarks.engines.GatedMock`), and their `step` is taken off the engine's CPU time.
 vLLM runs in an environment of its own, named by OUTBOARD_PEER_VLLM, with its own processes, sockets and codec.
 
     OUTBOARD_PEER_VLLM=path/to/python python -m benchmarks.peers.vllm [--reps 5] [--loop uvloop|default]
@@ -165,8 +165,8 @@ def main() -> None:
         print(f"skipped: there is no vLLM to measure against; name its Python in {PEER}")
         return
     rows = [row for row in works() if not args.works or row.work in args.works]
-    ours = Side("outboard", [sys.executable, "-m", "benchmarks.peers.outboard_side", args.loop, args.outputs])
-    with ours, Side("vllm", [peer, str(Path(__file__).with_name("vllm_side.py")), args.loop]) as theirs:
+    ours = Side("outboard", [sys.executable, "-m", "benchmarks.peers.sides.outboard_side", args.loop, args.outputs])
+    with ours, Side("vllm", [peer, str(Path(__file__).with_name("sides") / "vllm_side.py"), args.loop]) as theirs:
         found = measure(rows, [ours, theirs], args.reps)
         print(f"start to ready, two engines: outboard {ours.ready:.1f} s, vllm {theirs.ready:.1f} s")
     report(rows, found, args.reps, args.loop)

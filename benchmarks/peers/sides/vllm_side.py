@@ -1,6 +1,6 @@
 """vLLM's side of `benchmarks.peers.vllm`: runs in vLLM's environment, takes jobs as lines of JSON, answers with lines.
 
-It imports nothing of Outboard. Its jobs are those of `benchmarks.peers.outboard_side`, with the same answers.
+It imports nothing of Outboard. Its jobs are those of `benchmarks.peers.sides.outboard_side`, with the same answers.
 """
 
 from __future__ import annotations
