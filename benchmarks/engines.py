@@ -33,7 +33,7 @@ class GatedMock(MockEngine):
     def add_request(self, request: EngineCoreRequest) -> None:
         self._total += 1
         if request.inputs is not None:
-            request.inputs[-1]  # the tensor is here
+            request.inputs[:: 1 << 12].any()  # the tensor is here, each page of it
         super().add_request(request)
 
     def has_work(self) -> bool:

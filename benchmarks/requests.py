@@ -18,6 +18,7 @@ import msgspec
 from benchmarks.measure import show, spread, write_json
 from benchmarks.peers.sides.outboard_side import ENGINE
 from outboard import AsyncMPClient, EngineConfig, EngineCoreRequest, SamplingParams
+from outboard.protocol.token_ids import pack_token_ids
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -59,7 +60,7 @@ def floor_us(tokens: list[int], count: int) -> float:
     began = time.process_time()
     for _ in range(count):
         unpacked = array("i")
-        unpacked.frombytes(array("i", tokens).tobytes())
+        unpacked.frombytes(pack_token_ids(tokens).tobytes())
     return (time.process_time() - began) / count * 1e6
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
 from outboard.protocol.messages import EngineCoreOutputs, EngineCoreRequest
+from outboard.protocol.token_ids import pack_token_ids
 
 __all__ = ["InFlight", "Journal"]
 
@@ -43,7 +43,7 @@ class InFlight:
         params = msgspec.structs.replace(params, max_tokens=left, min_tokens=max(0, params.min_tokens - len(tokens)))
         return msgspec.structs.replace(
             self.request,
-            prompt_token_ids=array("i", [*self.request.prompt_token_ids, *tokens]),
+            prompt_token_ids=pack_token_ids([*self.request.prompt_token_ids, *tokens]),
             sampling_params=params,
             num_output_tokens=self.request.num_output_tokens + len(tokens),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from outboard.protocol.messages import (
     UtilityCall,
 )
 from outboard.protocol.tensors import Buffer
+from outboard.protocol.token_ids import pack_token_ids
 
 __all__ = ["Sender"]
 
@@ -87,7 +87,7 @@ class Sender:
                     self._epoch,
                     handle,
                     request.request_id,
-                    _pack_token_ids(request.prompt_token_ids),
+                    pack_token_ids(request.prompt_token_ids).tobytes(),
                     request.sampling_params,
                     request.inputs,
                     request.client_index,
@@ -141,9 +141,3 @@ class Sender:
                 self._encoder.give_back(frames[0])
                 raise
         return frames
-
-
-def _pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    if isinstance(token_ids, array) and token_ids.typecode == "i":
-        return token_ids.tobytes()
-    return array("i", token_ids).tobytes()

@@ -65,7 +65,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     def __post_init__(self) -> None:
         for name, types in _TYPES.items():
             value = getattr(self, name)
-            _require(isinstance(value, types), name, value, " or ".join(cls.__name__ for cls in types))
+            if not isinstance(value, types):
+                _require(False, name, value, " or ".join(cls.__name__ for cls in types))
         _require(self.n >= 1, "n", self.n, "at least 1")
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1, or None")
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
