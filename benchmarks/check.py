@@ -16,8 +16,8 @@ from collections.abc import Callable
 from benchmarks import serve, stream
 from benchmarks.measure import show
 
-QUICK = (128, 60, 1)  # streams, steps, repetitions
-WHOLE = (256, 200, 3)
+QUICK = (256, 200, 1)  # streams, steps, repetitions
+WHOLE = (256, 400, 3)
 
 
 def stream_ratio(mode: str, design: str, field: str, size: tuple[int, int, int]) -> float:

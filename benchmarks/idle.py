@@ -20,7 +20,7 @@ async def measure(seconds: float) -> dict[str, float]:
     async with AsyncLLM(EngineConfig(engine="mock")) as llm:
         async for _ in llm.generate([1, 2, 3], SamplingParams(max_tokens=4)):
             pass
-        names = {pid: f"helper: ...{command[-50:]}" for pid, command in descendants(os.getpid()).items()}
+        names = {pid: f"helper of {command.split()[-1]}" for pid, command in descendants(os.getpid()).items()}
         names |= {os.getpid(): "client", engine_pid(llm.client): "engine core"}
         await asyncio.sleep(0.5)
         before = {pid: cpu_ns(pid) for pid in names}

@@ -90,16 +90,25 @@ class _Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._header_timer: asyncio.TimerHandle | None = None
-        self._unanswered: list[RequestResponseCycle] = []
+        self._gates: list[_Gate] = []  # of requests that have no complete answer yet
         self._await_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._header_came()
-        for cycle in self._unanswered:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+        self._shut_gates()
+        for gate in self._gates:
+            if not gate.cycle.response_complete:
+                gate.cycle.disconnected = True
+                gate.cycle.message_event.set()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._shut_gates()
+        super().pause_writing()
+
+    def on_response_complete(self) -> None:
+        self._shut_gates()
+        super().on_response_complete()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -110,9 +119,15 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         cycle = self.cycle
         if cycle is not None and cycle.scope is self.scope:
-            self._unanswered = [one for one in self._unanswered if not one.response_complete] + [cycle]
-            extensions: dict[str, Any] = {WRITE_CHUNK: _chunk_writer(cycle), ABORT: cycle.transport.abort}
+            gate = _Gate(cycle)
+            self._gates = [one for one in self._gates if not one.cycle.response_complete] + [gate]
+            transport = cycle.transport
+            extensions: dict[str, Any] = {WRITE_CHUNK: _chunk_writer(gate, transport), ABORT: transport.abort}
             self.scope["extensions"] = extensions
+
+    def _shut_gates(self) -> None:
+        for gate in self._gates:
+            gate.shut = True
 
     def _await_header(self) -> None:
         if self._header_timer is None:
@@ -125,22 +140,43 @@ class _Protocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._header_timer = None
-        if any(not cycle.response_complete for cycle in self._unanswered):
+        if any(not gate.cycle.response_complete for gate in self._gates):
             self._await_header()  # an answer is under way, which must not be cut
         elif not self.transport.is_closing():
             self.transport.close()
 
 
-def _chunk_writer(cycle: RequestResponseCycle) -> WriteChunk:
+class _Gate:
+    """Whether chunks of an answer can be written as they are. Shut by the protocol; opened by looking again.
+
+    What it stands for is in several objects of uvicorn's; to ask them all for every token takes as long as the rest.
+    """
+
+    __slots__ = ("cycle", "shut")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self.cycle = cycle
+        self.shut = True
+
+    def opens(self) -> bool:
+        """Whether the head is out, more is to come, and the connection takes it."""
+        cycle = self.cycle
+        self.shut = (
+            cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete
+        )
+        return not self.shut
+
+
+def _chunk_writer(gate: _Gate, transport: Any) -> WriteChunk:
     """Writes a chunk of an answer, and returns True; False: it did not, and `send` is to be used.
 
     What `send` does with a chunk, without its coroutine, its message and its checks, which take longer than all else
     that a token takes in this process, but for the system call.
     """
-    flow, write = cycle.flow, cycle.transport.write
+    write = transport.write
 
     def write_chunk(body: bytes) -> bool:
-        if flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
+        if gate.shut and not gate.opens():
             return False
         write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
