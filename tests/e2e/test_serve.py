@@ -8,9 +8,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from serving import Server, ask, events, eventually, serving
 
@@ -334,6 +336,35 @@ def test_the_admin_key_and_the_closed_door(server: Server) -> None:
         assert report["model"] == "mock"
         for child in locked.tree():
             assert "secret" not in " ".join(child.cmdline())
+
+
+def test_traces_reach_a_collector() -> None:
+    posted: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+        with serving(*MOCK, "--otlp-traces-endpoint", url) as server:
+            headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-id": "mine"}
+            assert server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 3}, headers)[0] == 200
+        collector.shutdown()  # the server has ended, and has sent what it had
+    spans = ExportTraceServiceRequest.FromString(b"".join(posted)).resource_spans[0].scope_spans[0].spans
+    (span,) = spans
+    assert span.trace_id.hex() == trace_id
+    attributes = {one.key: one.value for one in span.attributes}
+    assert attributes["gen_ai.request.id"].string_value == "mine"
+    assert attributes["gen_ai.usage.completion_tokens"].int_value == 3
+    assert 0 < attributes["gen_ai.latency.time_to_first_token"].double_value < 10
 
 
 def test_json_logs_have_no_prompt() -> None:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -83,6 +84,19 @@ def test_an_engine_core_is_killed_and_comes_back() -> None:
         assert eventually(lambda: server.metric("engine_restarts_total") == 1)
         assert server.admin("POST", "/admin/engines/0/restart") == {"rank": 0, "incarnation": 1}
         eventually(lambda: server.metric("engine_restarts_total") == 2 and server.ask("GET", "/readyz")[0] == 200)
+
+
+def test_more_requests_than_may_wait_for_a_restart() -> None:
+    engine = str(Path(__file__).parents[1] / "slow_engine.py") + ":SlowEngine"
+    with serving(engine, "--restart", "on-failure", "--max-queued", "1", admin=True) as server:
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        eventually(lambda: server.ask("GET", "/readyz")[0] == 503)
+        waits = Asking(server, {"prompt": "x", "max_tokens": 3})
+        eventually(lambda: server.metric("num_requests_without_token") == 1)
+        status, headers, answer = server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 3})
+        assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "engine_restarting", "1")
+        status, _, answer = waits.result()
+        assert (status, answer["choices"][0]["text"]) == (200, "abc")
 
 
 def test_requests_that_resume() -> None:

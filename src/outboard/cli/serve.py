@@ -88,6 +88,10 @@ def serve(
         Literal["fail", "resubmit", "resume"],
         typer.Option(help="What becomes of its requests.", rich_help_panel=_FAULTS),
     ] = "fail",
+    max_queued: Annotated[
+        int,
+        typer.Option(help="Requests that may wait for one to be started again; more get 503.", rich_help_panel=_FAULTS),
+    ] = _DEFAULTS.max_queued,
     startup_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="For an engine core to load.", rich_help_panel=_FAULTS)
     ] = _DEFAULTS.startup_timeout,
@@ -168,6 +172,7 @@ def serve(
             stall_action=stall_action,
             restart=RestartPolicy.never() if restart == "never" else RestartPolicy.on_failure(max_restarts),
             in_flight=in_flight,
+            max_queued=max_queued,
         )
         parallel = ParallelConfig(data_parallel_size=data_parallel_size, max_size=max_data_parallel_size, policy=policy)
         what = EngineConfig(engine=engine, options=parse_options(option or []), parallel=parallel, faults=faults)

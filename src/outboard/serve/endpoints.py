@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -31,7 +32,7 @@ __all__ = ["ChatEndpoint", "CompletionsEndpoint"]
 _R = TypeVar("_R", bound=Sampling)
 
 
-class _GenerationEndpoint(Generic[_R]):
+class _GenerationEndpoint(ABC, Generic[_R]):
     """An ASGI application for one path. Its `send` has to be the server's own."""
 
     path = ""
@@ -103,11 +104,13 @@ class _GenerationEndpoint(Generic[_R]):
         finally:
             ticket.end()
 
+    @abstractmethod
     def _params(self, request: _R) -> SamplingParams:
-        raise NotImplementedError
+        """How to continue."""
 
+    @abstractmethod
     def _prompts(self, request: _R) -> Sequence[Prompt]:
-        raise NotImplementedError
+        """What to continue."""
 
 
 class CompletionsEndpoint(_GenerationEndpoint[CompletionRequest]):
