@@ -23,6 +23,7 @@ __all__ = ["run"]
 def run() -> None:
     """Entry point of the installed command."""
     _on_signals(_leave)
+    _import_numpy()
     from outboard.cli.app import app
 
     _on_signals(_unwind)
@@ -30,6 +31,18 @@ def run() -> None:
         app()
     finally:
         _on_signals(_leave)
+
+
+def _import_numpy() -> None:
+    """Imports it such that the threads which its BLAS starts take no signals.
+
+    The system gives a second signal that follows at once to any thread that takes it. The main thread, which alone runs
+    handlers, then sleeps on in a write that nobody reads.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    import numpy  # noqa: F401
+
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _on_signals(handler: Callable[[int, object], None]) -> None:

@@ -22,8 +22,9 @@ __all__ = ["EngineAddresses", "EngineGroup", "launch_engines"]
 
 # After `shutdown_timeout` what remains is killed; the system may need some time for that.
 _KILL_BOUND = 30.0
-# What a launcher has to give back when the interpreter exits takes milliseconds; it may hold the exit up so long.
-_EXIT_BOUND = 2.0
+# What a launcher has to give back when the interpreter exits takes milliseconds, on a busy machine longer; it may hold
+# the exit up so long.
+_EXIT_BOUND = 5.0
 
 
 class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
