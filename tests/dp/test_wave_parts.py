@@ -31,6 +31,12 @@ def report(
     return RankReport(group, first, 2, rank, wave, phase, control)
 
 
+def answered(rank: RankWaves) -> RankWaves:
+    """A coordinator has told it that there is no pause."""
+    assert rank.set_control(SetControl(rank.group, 0), False) == rank.report()
+    return rank
+
+
 def test_messages_survive_the_wire() -> None:
     messages = [
         report(1, 3, Phase.OPENING, control=make_control(2**29, 2**29, True)),
@@ -62,7 +68,7 @@ def test_a_reduction_is_the_maximum() -> None:
 
 
 def test_a_wave_of_one_rank() -> None:
-    rank = RankWaves(1, 2, group=4, sync_interval=2)
+    rank = answered(RankWaves(1, 2, group=4, sync_interval=2))
     assert rank.next is Next.REST
     assert rank.update(False) is None
     assert rank.update(True) == report(1, 0, Phase.OPENING, group=4)
@@ -87,13 +93,13 @@ def test_a_rank_that_others_woke_takes_dummy_steps() -> None:
 
 
 def test_work_that_came_too_late_for_the_last_vote_opens_the_next_wave() -> None:
-    rank = RankWaves(0, 2)
+    rank = answered(RankWaves(0, 2))
     rank.update(True)
     assert rank.reduced(Vote(False, 0), True) == report(0, 1, Phase.OPENING)
 
 
 def test_a_start_of_the_next_wave_is_kept_until_this_one_is_over() -> None:
-    rank = RankWaves(0, 2)
+    rank = answered(RankWaves(0, 2))
     rank.update(True)
     assert rank.start(StartWave(0, 1)) is None
     assert rank.reduced(Vote(False, 0), False) == report(0, 1, Phase.OPENING)
@@ -101,7 +107,7 @@ def test_a_start_of_the_next_wave_is_kept_until_this_one_is_over() -> None:
 
 @pytest.mark.parametrize(("wave", "awake"), [(1, False), (2, True)])
 def test_a_start_of_a_wave_that_cannot_be_is_an_error(wave: int, awake: bool) -> None:
-    rank = RankWaves(0, 2)
+    rank = answered(RankWaves(0, 2))
     rank.update(awake)
     with pytest.raises(ProtocolError, match=f"is to start wave {wave}"):
         rank.start(StartWave(0, wave))
@@ -118,6 +124,16 @@ def test_messages_of_another_group_are_void() -> None:
     assert coordinator.first_request(FirstRequest(0, 0)) == []
 
 
+def test_work_wakes_a_rank_once_a_coordinator_has_said_whether_there_is_a_pause() -> None:
+    rank = RankWaves(0, 1)
+    assert rank.update(True) is None
+    assert rank.next is Next.REST
+    assert rank.set_control(SetControl(1, 0), True) is None  # of another group
+    assert rank.set_control(SetControl(0, 0), True) == RankReport(0, 0, 1, 0, 0, Phase.OPENING, 0)
+    told = RankWaves(0, 1)
+    assert told.start(StartWave(0, 0)) == RankReport(0, 0, 1, 0, 0, Phase.OPENING, 0)
+
+
 def test_a_paused_rank_wakes_only_when_told() -> None:
     pause, resume = make_control(0, 1, True), make_control(0, 2, False)
     rank = RankWaves(0, 2)
@@ -130,7 +146,7 @@ def test_a_paused_rank_wakes_only_when_told() -> None:
 
 def test_a_pause_that_only_another_rank_knows_stops_this_one_too() -> None:
     pause = make_control(0, 1, True)
-    rank = RankWaves(0, 2)
+    rank = answered(RankWaves(0, 2))
     rank.update(True)
     assert rank.reduced(Vote(True, pause), True) == report(0, 1, control=pause)
 
@@ -145,7 +161,8 @@ def test_a_sync_interval_below_one_is_refused() -> None:
 
 def known(coordinator: WaveCoordinator) -> WaveCoordinator:
     for rank in range(2):
-        assert coordinator.report(report(rank)) == []
+        assert coordinator.report(report(rank)) == [(rank, SetControl(0, 0))]
+        assert coordinator.report(report(rank)) == []  # once
     return coordinator
 
 
@@ -173,9 +190,9 @@ def test_notices_of_other_waves_and_groups_are_void(notice: FirstRequest) -> Non
 
 def test_a_rank_that_connects_late_is_woken_then() -> None:
     coordinator = WaveCoordinator()
-    assert coordinator.report(report(0)) == []
+    assert coordinator.report(report(0)) == [(0, SetControl(0, 0))]
     assert coordinator.report(report(0, 0, Phase.OPENING)) == []
-    assert coordinator.report(report(1)) == [(1, StartWave(0, 0))]
+    assert coordinator.report(report(1)) == [(1, SetControl(0, 0)), (1, StartWave(0, 0))]
 
 
 def test_a_new_coordinator_says_nothing_to_front_ends_until_all_ranks_have_reported() -> None:
@@ -190,17 +207,17 @@ def test_a_new_coordinator_says_nothing_to_front_ends_until_all_ranks_have_repor
 def test_a_new_coordinator_wakes_whoever_rests_until_it_has_heard_of_all() -> None:
     """The other rank may wait in an opening reduction, deaf, and have told the old coordinator only."""
     coordinator = WaveCoordinator(1)
-    assert coordinator.report(report(0, 3)) == [(0, StartWave(0, 3))]
+    assert coordinator.report(report(0, 3)) == [(0, SetControl(0, 0)), (0, StartWave(0, 3))]
     assert coordinator.report(report(0, 3, Phase.OPENING)) == []
     assert coordinator.report(report(0, 4)) == [(0, StartWave(0, 4))]
-    assert coordinator.report(report(1, 4, Phase.OPENING)) == []
+    assert coordinator.report(report(1, 4, Phase.OPENING)) == [(1, SetControl(0, 0))]
     assert coordinator.report(report(0, 5)) == []
 
 
 def test_a_group_launched_under_a_coordinator_is_left_to_rest_by_it() -> None:
     coordinator = WaveCoordinator(1)
-    assert coordinator.report(report(0, first=1)) == []
-    assert coordinator.report(report(1, first=1)) == []
+    assert coordinator.report(report(0, first=1)) == [(0, SetControl(0, 0))]
+    assert coordinator.report(report(1, first=1)) == [(1, SetControl(0, 0))]
 
 
 def test_a_pause_is_complete_when_every_rank_rests_and_has_said_that_it_knows() -> None:

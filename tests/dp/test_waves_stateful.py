@@ -162,6 +162,24 @@ class Waves(RuleBasedStateMachine):
             world.check_rest()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_group_that_restarts_in_a_pause_takes_no_step(size: int) -> None:
+    """Drawn once: a rank that was alone stepped before the coordinator, which knew of the pause, had heard of it."""
+    world = World(size, blocking=False)
+    world.apply(("pause",))
+    world.settle()
+    assert world.coordinator.pause_complete
+    world.apply(("restart_group", size))
+    world.apply(("add", 0, 0))
+    world.settle()
+    world.check_rest()
+    assert world.ranks[0].work
+    world.apply(("resume",))
+    world.settle()
+    world.check_rest()
+    assert not world.ranks[0].work
+
+
 @pytest.mark.timeout(300)
 class TestWaves(Waves.TestCase):  # type: ignore[name-defined, misc]
     settings = settings(

@@ -27,7 +27,8 @@ class RankWaves:
             REDUCE: send(waves.reduced(reduce(waves.vote(engine.has_work())), engine.has_work()))
             STEP:   engine.step(...) or engine.execute_dummy_batch(); waves.stepped()
 
-    The first thing that it sends is `report()`, before it takes a request; and that again to each new coordinator.
+    The first thing that it sends is `report()`, before it takes a request; and that again to each new coordinator. No
+    work wakes it before the coordinator has answered: a pause outlives the group, and it may not know of one.
     Reports go to the coordinator, in order, *before* anything that may block. A reduction may block; one that does not
     lets messages be taken meanwhile. A rank of a restarted group gets a new object, as does one whose group has changed
     its size: that begins at rest.
@@ -73,6 +74,7 @@ class RankWaves:
         self._coordinator = coordinator
         self._interval = sync_interval
         self._until_sync = 0
+        self._informed = False  # whether a coordinator has told it of the last pause or resume, or that there is none
         self._woken = -1  # the last wave that it is to join, whatever it has to do
 
     @property
@@ -119,6 +121,7 @@ class RankWaves:
         if message.group != self.group:
             return None
         self.control = max(self.control, message.control)
+        self._informed = True
         self._wake(has_work)
         return self.report()
 
@@ -167,7 +170,7 @@ class RankWaves:
     def _wake(self, has_work: bool) -> bool:
         if self.phase is not Phase.IDLE or self.at_rest:
             return False
-        if self._woken != self.wave and (self.paused or not has_work):
+        if self._woken != self.wave and (not self._informed or self.paused or not has_work):
             return False
         self.phase = Phase.OPENING
         self.steps = 0

@@ -125,10 +125,13 @@ class WaveCoordinator:
         self._told.clear()
 
     def _spread_control(self) -> list[ToRank]:
-        """Tells the last command to all that may not know it, whoever gave it."""
+        """Tells the last command to all that may not know it, whoever gave it.
+
+        Each rank that has reported is told once, if only that there is none: no work of its own wakes it before.
+        """
         messages: list[ToRank] = []
         for rank, report in self._reports.items():
-            if max(report.control, self._commanded.get(rank, 0)) < self._control:
+            if max(report.control, self._commanded.get(rank, 0)) < self._control or rank not in self._commanded:
                 self._commanded[rank] = self._control
                 messages.append((rank, SetControl(self._group, self._control)))
         return messages
