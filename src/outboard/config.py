@@ -11,15 +11,15 @@ from outboard.errors import ConfigError
 __all__ = [
     "EngineConfig",
     "FaultConfig",
-    "Outputs",
     "ParallelConfig",
     "RankOptions",
     "RestartPolicy",
+    "Sockets",
     "TransportConfig",
 ]
 
-# How outputs travel from an engine core to a client.
-Outputs = Literal["unix", "zmq"]
+# What carries requests and outputs between a client and an engine core.
+Sockets = Literal["unix", "zmq"]
 
 # Seconds; what the system's timers count in milliseconds of 32 bits ends soon after.
 _LONGEST = 1_000_000
@@ -106,7 +106,7 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Limits of the sockets between a client and its engine cores.
 
     Attributes:
-        outputs: how outputs travel from an engine core to a client: "unix", a plain Unix socket, or "zmq".
+        sockets: what carries requests and outputs: "unix", plain Unix sockets, or "zmq".
         high_water_mark: messages that the sockets hold for each direction before the sender keeps them itself.
             ZeroMQ's own default. A Unix socket counts bytes: it is asked for 4 KiB a message, up to 8 MiB, of which the
             system may allow less (`net.core.wmem_max`; by default some 100 messages of 256 requests).
@@ -120,7 +120,7 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             `SlowReaderError`. Tokens do not count: they merge.
     """
 
-    outputs: Outputs = "unix"
+    sockets: Sockets = "unix"
     high_water_mark: int = 1000
     max_message_bytes: int = 4 << 30
     inline_bytes: int = 64 << 10
@@ -129,8 +129,8 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stream_buffer_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        if self.outputs not in get_args(Outputs):
-            raise ConfigError(f"outputs must be one of {', '.join(get_args(Outputs))}, not {self.outputs!r}")
+        if self.sockets not in get_args(Sockets):
+            raise ConfigError(f"sockets must be one of {', '.join(get_args(Sockets))}, not {self.sockets!r}")
         for name in self.__struct_fields__[1:]:
             least = 0 if name == "shared_memory_limit" else 1
             if getattr(self, name) < least:

@@ -70,7 +70,7 @@ def test_thirteen_kinds_of_junk_on_the_output_socket_touch_none_of_twenty_stream
     """ZeroMQ lets anybody connect at any time."""
 
     async def main() -> None:
-        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(outputs="zmq"))
+        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(sockets="zmq"))
         async with AsyncLLM(config) as llm:
             streams = [asyncio.create_task(read(llm, 400)) for _ in range(20)]
             while llm.client.stats()["requests"] < 20:
@@ -107,7 +107,7 @@ def test_thirteen_strangers_who_are_there_before_the_engine_core_touch_none_of_t
     monkeypatch.setattr(outputs_module, "UnixReader", Crowded)
 
     async def main() -> None:
-        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(outputs="unix"))
+        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(sockets="unix"))
         async with AsyncLLM(config) as llm:
             streams = [asyncio.create_task(read(llm, 400)) for _ in range(20)]
             while llm.client.stats()["requests"] < 20:
@@ -152,7 +152,7 @@ def test_bytes_that_are_no_zeromq(run: Run, outputs: Outputs) -> None:
     """As a security scanner sends them to everything that listens."""
 
     async def main() -> None:
-        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(outputs=outputs))
+        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(sockets=outputs))
         async with AsyncLLM(config) as llm:
             streams = [asyncio.create_task(read(llm, 300)) for _ in range(20)]
             while llm.client.stats()["requests"] < 20:

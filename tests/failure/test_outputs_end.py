@@ -14,7 +14,7 @@ from support import Run
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "as_configured")
 
-UNIX = TransportConfig(outputs="unix", max_message_bytes=1 << 20)
+UNIX = TransportConfig(sockets="unix", max_message_bytes=1 << 20)
 
 
 async def end_of(client: AsyncMPClient, method: str, *args: object) -> EngineDeadError:

@@ -333,11 +333,10 @@ class MPClient(EngineCoreClient):
 
     @property
     def pending_messages(self) -> Sequence[tuple[Any, Any]]:
-        """(tracker, frames) of messages whose buffers ZeroMQ has not let go of."""
+        """(tracker, frames) of messages whose buffers ZeroMQ has not let go of; none over Unix sockets, which copy."""
         messages: list[tuple[Any, Any]] = []
         for link in self._membership.links.values():
-            link.outbox.free_sent()
-            messages += link.outbox.tracked
+            messages += link.inputs.tracked
         return messages
 
     def stats(self) -> dict[str, Any]:

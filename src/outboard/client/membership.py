@@ -43,7 +43,6 @@ from outboard.protocol.control import (
     ScaleRefused,
     ScaleState,
     Welcome,
-    identity_of,
 )
 from outboard.protocol.messages import (
     PROTOCOL_VERSION,
@@ -52,13 +51,7 @@ from outboard.protocol.messages import (
     ErrorReport,
     LeaveRank,
 )
-from outboard.transport.session import front_end_socket
-from outboard.transport.sockets import (
-    ZmqContext,
-    bind_input,
-    remove_socket_file,
-    wait_for_peers,
-)
+from outboard.transport.sockets import ZmqContext
 
 __all__ = ["Membership", "OnStatus"]
 
@@ -68,8 +61,6 @@ OnStatus = Callable[[EngineStatus], None]
 
 # A launcher answers at once; this bounds what happens where it is stopped, or so busy that it is of no use.
 _JOIN_TIMEOUT = 30.0
-# An engine core that is attached has connected; its part of the connection is there in a moment.
-_CONNECT_TIMEOUT = 1.0
 # How long the news of a death may take that happened while nothing was read.
 _NEWS_TIMEOUT = 1.0
 # An engine core that said ENGINE_CORE_DEAD gets this long to end by itself, so that its exit code can be told.
@@ -145,8 +136,6 @@ class Membership:
         self._launcher = LauncherChannel(
             context, addresses, not owner, self.counters, self._on_control, self._on_launcher_gone
         )
-        self._input_address = f"ipc://{front_end_socket(addresses.directory, 'in')}"
-        self._input = bind_input(context, self._input_address, config.transport)
         self._moves = Moves(pending, delivery, client_index, config)
         self.watch = ProgressWatch(config.faults.stall_timeout, pending, self.links, self._launcher.tell)
         self.traffic = Traffic(self, pending, self._moves, routing)
@@ -188,10 +177,6 @@ class Membership:
             raise ConfigError(
                 f"data_parallel_rank {self._only_rank} does not exist: data_parallel_size is {self.members}"
             )
-        # What is sent to an engine core whose connection is not there yet waits for a timer.
-        attached = [link.status for link in self.links.values() if link.attached]
-        identities = {identity_of(status.rank, status.incarnation) for status in attached}
-        wait_for_peers(self._input, identities, _CONNECT_TIMEOUT)
 
     @property
     def _joined(self) -> bool:
@@ -320,8 +305,6 @@ class Membership:
         for link in self.links.values():
             link.close_socket()
         self.coordination.close()
-        self._input.close(linger=0)
-        remove_socket_file(self._input_address)
         self._launcher.close(linger_ms)
 
     # --- the control channel ---
@@ -399,14 +382,13 @@ class Membership:
             self._config,
             self._context,
             self.addresses.directory,
-            self._input,
             self._pending,
             self,
             self.counters,
             self._call_later,
         )
         self.links[status.rank] = link
-        self._launcher.tell(link.invitation(self._input_address))
+        self._launcher.tell(link.invitation())
 
     def _on_attached(self, message: Attached) -> None:
         link = self.links.get(message.rank)

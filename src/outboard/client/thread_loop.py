@@ -34,6 +34,14 @@ class ThreadLoop:
         """Undoes `add_reader`."""
         self._in_thread(self._loop.remove_reader, fd)
 
+    def add_writer(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
+        """Calls `callback(*args)` whenever `fd` is writable."""
+        self._in_thread(self._loop.add_writer, fd, self._locked, callback, args)
+
+    def remove_writer(self, fd: int) -> None:
+        """Undoes `add_writer`."""
+        self._in_thread(self._loop.remove_writer, fd)
+
     def call_soon(self, callback: Callable[..., Any], *args: Any) -> None:
         """Calls `callback(*args)` in the thread."""
         self._loop.call_soon_threadsafe(self._locked, callback, args)

@@ -15,7 +15,6 @@ import functools
 import math
 import os
 import resource
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -30,17 +29,17 @@ __all__ = [
     "ContextTerminated",
     "ControlClient",
     "ControlServer",
-    "InputReceiver",
     "ZmqContext",
     "ZmqSender",
     "ZmqSocket",
-    "bind_input",
     "bind_output",
     "check_descriptors",
+    "closed_on_error",
     "connect_control",
     "make_context",
+    "make_data_socket",
+    "os_errors",
     "remove_socket_file",
-    "wait_for_peers",
     "wait_readable",
 ]
 
@@ -62,7 +61,7 @@ _MAX_CONTROL_BYTES = 16 << 20
 
 
 @contextmanager
-def _os_errors() -> Iterator[None]:
+def os_errors() -> Iterator[None]:
     """Raises what ZeroMQ cannot get of the system, such as file descriptors, as the OSError that it is."""
     try:
         yield
@@ -71,7 +70,8 @@ def _os_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _closed_on_error(socket: ZmqSocket) -> Iterator[None]:
+def closed_on_error(socket: ZmqSocket) -> Iterator[None]:
+    """Closes the socket where the block fails."""
     try:
         yield
     except BaseException:
@@ -79,7 +79,7 @@ def _closed_on_error(socket: ZmqSocket) -> Iterator[None]:
         raise
 
 
-@_os_errors()
+@os_errors()
 def make_context() -> ZmqContext:
     """A context with one IO thread. A context of our own can be terminated, so that nothing is left afterwards.
 
@@ -106,25 +106,15 @@ def check_descriptors(needed: int, who: str) -> None:
         )
 
 
-@_os_errors()
-def bind_input(context: ZmqContext, address: str, config: TransportConfig) -> ZmqSocket:
-    """A client's ROUTER, which addresses engine cores by identity."""
-    socket = _make(context, zmq.ROUTER, config)
-    # Without it a ROUTER drops silently what it cannot route, and what exceeds its high-water mark.
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.bind(address)
-    return socket
-
-
-@_os_errors()
+@os_errors()
 def bind_output(context: ZmqContext, address: str, config: TransportConfig) -> ZmqSocket:
     """A client's PULL."""
-    socket = _make(context, zmq.PULL, config)
+    socket = make_data_socket(context, zmq.PULL, config)
     socket.bind(address)
     return socket
 
 
-@_os_errors()
+@os_errors()
 def connect_control(context: ZmqContext, address: str) -> ZmqSocket:
     """A client's DEALER to its launcher."""
     socket = context.socket(zmq.DEALER)
@@ -136,50 +126,6 @@ def connect_control(context: ZmqContext, address: str) -> ZmqSocket:
     return socket
 
 
-class InputReceiver:
-    """An engine core's DEALER. Belongs to the input thread.
-
-    Attributes:
-        fd: for `SocketPoller`.
-
-    Raises:
-        OSError: the address or the identity is none, or too few file descriptors are left.
-    """
-
-    @_os_errors()
-    def __init__(self, context: ZmqContext, address: str, identity: bytes, config: TransportConfig) -> None:
-        self._socket = _make(context, zmq.DEALER, config)
-        with _closed_on_error(self._socket):
-            self._socket.setsockopt(zmq.IDENTITY, identity)
-            self._socket.connect(address)
-            # A ROUTER can address a peer only once it knows its identity: the client waits for this before it is ready.
-            self._socket.send(b"")
-        self.fd = int(self._socket.getsockopt(zmq.FD))
-
-    def receive(self) -> list[Buffer] | None:
-        """The frames of the next message; None if there is none.
-
-        Raises:
-            ContextTerminated: it is time to close.
-        """
-        frames: list[Buffer] = []
-        try:
-            while True:  # `recv_multipart` would ask the socket for what each frame knows: whether there are more
-                frame = SocketBase.recv(self._socket, _NOBLOCK, copy=False)
-                frames.append(frame.buffer)
-                if not frame.more:
-                    return frames
-        except zmq.Again:
-            return None
-
-    def pending(self) -> bool:
-        """Whether there is another; cheaper than to try to receive it in vain."""
-        return bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-
-
 class ZmqSender:
     """An engine core's PUSH. Never blocks.
 
@@ -187,10 +133,10 @@ class ZmqSender:
         OSError: the address is none, or too few file descriptors are left.
     """
 
-    @_os_errors()
+    @os_errors()
     def __init__(self, context: ZmqContext, address: str, config: TransportConfig) -> None:
-        self._socket = _make(context, zmq.PUSH, config)
-        with _closed_on_error(self._socket):
+        self._socket = make_data_socket(context, zmq.PUSH, config)
+        with closed_on_error(self._socket):
             self._socket.connect(address)
         # Past pyzmq's wrapper, which only adds arguments of other socket types.
         self._send = functools.partial(SocketBase.send, self._socket)
@@ -234,7 +180,7 @@ class ControlServer:
         high_water_mark: messages held for each peer; what exceeds them is dropped silently. 0: no limit.
     """
 
-    @_os_errors()
+    @os_errors()
     def __init__(self, context: ZmqContext, address: str, high_water_mark: int = 0) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -318,16 +264,8 @@ def wait_readable(socket: ZmqSocket, fds: Sequence[int], timeout: float | None) 
     return {ready for ready, _ in poller.poll(milliseconds) if isinstance(ready, int)}
 
 
-def wait_for_peers(socket: ZmqSocket, identities: set[bytes], timeout: float) -> set[bytes]:
-    """Waits until these identities have connected to a client's input socket; those that have not in `timeout` s."""
-    missing = set(identities)
-    deadline = time.monotonic() + timeout
-    while missing and socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-        missing.discard(socket.recv_multipart()[0])
-    return missing
-
-
-def _make(context: ZmqContext, kind: int, config: TransportConfig) -> ZmqSocket:
+def make_data_socket(context: ZmqContext, kind: int, config: TransportConfig) -> ZmqSocket:
+    """A socket with the limits of the config. It drops what is left when it is closed."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, config.high_water_mark)
