@@ -17,7 +17,7 @@ from outboard.protocol.messages import (
     UtilityCall,
 )
 from outboard.protocol.tensors import Buffer
-from outboard.protocol.token_ids import pack_token_ids
+from outboard.protocol.token_ids import token_id_bytes
 
 __all__ = ["Sender"]
 
@@ -87,7 +87,7 @@ class Sender:
                     self._epoch,
                     handle,
                     request.request_id,
-                    pack_token_ids(request.prompt_token_ids).tobytes(),
+                    token_id_bytes(request.prompt_token_ids),
                     request.sampling_params,
                     request.inputs,
                     request.client_index,

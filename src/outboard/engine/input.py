@@ -207,20 +207,25 @@ class InputThread(threading.Thread):
         put, receive, pending, decode = self._inbox.put, receiver.receive, receiver.pending, incoming.decode
 
         def read() -> bool:
-            for _ in range(_MAX_MESSAGES):
-                try:
+            items: list[Any] = []
+            try:
+                for _ in range(_MAX_MESSAGES):
                     frames = receive()
-                except ProtocolError as error:
-                    self._drops.note("broken connection", error)
-                    frames = None
-                if frames is None:
-                    if receiver.ended:  # the client is gone, which the launcher tells, or finds its connection closed
-                        self._poller.remove(receiver.fd)
-                        receiver.close()
-                    return False
-                put((epoch, decode(frames)))
-                if not pending():
-                    return False
-            return True
+                    if frames is None:
+                        break
+                    items.append(decode(frames))
+                    if not pending():
+                        break
+                else:
+                    return True
+            except ProtocolError as error:
+                self._drops.note("broken connection", error)
+            finally:
+                if items:  # the busy loop is woken once for all of them
+                    put((epoch, items))
+            if receiver.ended:  # the client is gone, which the launcher tells, or finds its connection closed
+                self._poller.remove(receiver.fd)
+                receiver.close()
+            return False
 
         return read

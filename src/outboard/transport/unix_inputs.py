@@ -1,10 +1,12 @@
 """Inputs over a plain Unix socket: the client's end and the engine core's.
 
-The type byte of a message travels as the first byte of its body.
+The type byte of a message travels as the first byte of its body. The first message of a turn of the client's event loop
+leaves at once; those that follow in the same turn leave together: one system call, and the engine core wakes once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
@@ -13,6 +15,10 @@ from outboard.transport.reader import Loop
 from outboard.transport.unix import UnixListener, UnixMessages, UnixWriter, connect_unix
 
 __all__ = ["UnixInputReceiver", "UnixInputSender"]
+
+
+# Bytes that may wait for the end of the turn: what the other end reads at once.
+_TOGETHER = 64 << 10
 
 
 class UnixInputSender:
@@ -49,6 +55,9 @@ class UnixInputSender:
         self._writer: UnixWriter | None = None  # of the socket, while it is written to
         self._waiting: Callable[[], None] | None = None  # to be called when there is room
         self._watched = False  # whether the loop looks for room
+        self._together = False  # whether there are turns
+        self._in_turn = False  # whether something has been sent in this one
+        self._gathered = 0  # bytes that wait for its end
 
     @property
     def tracked(self) -> Sequence[tuple[object, Sequence[Buffer]]]:
@@ -71,17 +80,34 @@ class UnixInputSender:
         """From now on `loop` tells when there is room, and when the engine core has closed; call it on that loop."""
         if self._socket is not None:
             self._loop = loop
+            # A blocking client's thread would have to be woken for each.
+            self._together = isinstance(loop, asyncio.AbstractEventLoop)
             loop.add_reader(self._socket.fileno(), self._on_readable)
 
     def send(self, frames: Sequence[Buffer]) -> bool:
-        writer = self._writer
-        return writer is None or writer.send(frames[1:], False, frames[0])  # type: ignore[arg-type]
+        writer, loop = self._writer, self._loop
+        if writer is None or loop is None:
+            return True
+        kind, *rest = frames
+        if not self._in_turn:
+            if self._together:
+                self._in_turn = True
+                loop.call_soon(self._on_turn_end)
+            return writer.send(rest, False, kind)  # type: ignore[arg-type]
+        taken = writer.send(rest, True, kind)  # type: ignore[arg-type]
+        self._gathered += len(rest[0])
+        if self._gathered >= _TOGETHER:
+            self._gathered = 0
+            writer.flush()
+        return taken
 
     def call_when_writable(self, callback: Callable[[], None]) -> None:
         self._waiting = callback
         self._wait_for_room()
 
     def stop(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
         connection, self._socket = self._socket, None
         loop, self._loop = self._loop, None
         self._writer = self._waiting = None
@@ -94,6 +120,12 @@ class UnixInputSender:
     def close(self) -> None:
         """Frees all, once it was stopped. Idempotent."""
         self._listener.close()
+
+    def _on_turn_end(self) -> None:
+        self._in_turn = False
+        self._gathered = 0
+        if self._writer is not None:
+            self._writer.flush()
 
     def _wait_for_room(self) -> None:
         if self._loop is not None and self._socket is not None and not self._watched:
@@ -124,6 +156,7 @@ class UnixInputSender:
 
     def _end(self) -> None:
         if self._socket is not None:
+            self._writer = None
             self.stop()
             self._on_end()
 
