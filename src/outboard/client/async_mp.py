@@ -247,7 +247,7 @@ class AsyncMPClient(MPClient):
             if status.rank == rank and status.state in states:
                 reached.set_result(status)
             elif (ended := self._membership.failure) is not None:
-                last = self._membership.told.get(rank)
+                last = self._membership.roster.told.get(rank)
                 if last is not None and last.state in states:
                     reached.set_result(last)
                 else:
@@ -255,7 +255,7 @@ class AsyncMPClient(MPClient):
 
         unsubscribe = self.subscribe(look)
         try:
-            known = self._membership.told.get(rank)
+            known = self._membership.roster.told.get(rank)
             if known is not None:
                 look(known)
             else:

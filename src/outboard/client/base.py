@@ -257,7 +257,7 @@ class MPClient(EngineCoreClient):
         A client of one rank has it until its end, also where that leaves.
         """
         membership = self._membership
-        ranks = membership.ranks or membership.statuses
+        ranks = membership.roster.ranks or membership.roster.statuses
         return [
             CoreEngine(
                 status.rank,
@@ -267,14 +267,14 @@ class MPClient(EngineCoreClient):
                 status.info,
                 frozenset(status.typed_utilities),
             )
-            for rank, status in sorted(membership.statuses.items())
+            for rank, status in sorted(membership.roster.statuses.items())
             if status.info is not None and rank in ranks
         ]
 
     @property
     def engine_status(self) -> list[EngineStatus]:
         """The state of every engine core, by rank, as this client has taken note of it."""
-        return [status for _, status in sorted(self._membership.told.items())]
+        return [status for _, status in sorted(self._membership.roster.told.items())]
 
     @property
     def addresses(self) -> EngineAddresses:
@@ -381,7 +381,7 @@ class MPClient(EngineCoreClient):
         """Ends what waits, and takes the sockets out of use; called by `shutdown`, in its thread."""
 
     def _closed_error(self) -> ClientClosedError:
-        status = next(iter(self._membership.statuses.values()))
+        status = next(iter(self._membership.roster.statuses.values()))
         return ClientClosedError("the client was shut down", rank=status.rank, pid=status.pid, phase="stopping")
 
 
