@@ -33,6 +33,7 @@ from outboard.protocol.control import (
     Acknowledge,
     Attached,
     CoordinatorAt,
+    EngineProgress,
     EngineState,
     EngineStatus,
     Join,
@@ -331,6 +332,8 @@ class Membership:
             return
         if isinstance(message, EngineStatus):
             self._on_status(message)
+        elif isinstance(message, EngineProgress):
+            pass  # no link of ours is to an engine core on another host
         elif isinstance(message, Attached):
             self._on_attached(message)
         elif isinstance(message, CoordinatorAt):

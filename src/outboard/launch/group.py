@@ -11,10 +11,12 @@ from typing import Any, Self
 import msgspec
 
 from outboard.config import EngineConfig, FaultConfig, ParallelConfig, TransportConfig
+from outboard.launch.head import make_starter
 from outboard.launch.launcher import Launcher
 from outboard.launch.scaler import ScaleOrder
 from outboard.launch.startup import InitMaker, sendable_options
 from outboard.protocol.control import EngineState, EngineStatus, Scale
+from outboard.transport.node_server import listen_for_engines
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, make_context
 
@@ -81,7 +83,12 @@ class EngineGroup:
             undo.callback(context.destroy, linger=0)
             address = session.address("control")
             control = ControlServer(context, address)
-            launcher = self._launcher = Launcher(config, inits, context, session, control, address, cancel_fd)
+            tcp_address = listen_for_engines(control._socket, config.network) if config.network is not None else ""
+            starter, nodes = make_starter(config, inits, session, address, tcp_address, "")
+            if nodes is not None:
+                undo.callback(nodes.close)
+            launcher = Launcher(config, inits, context, session, control, address, starter, nodes, cancel_fd)
+            self._launcher, self._nodes = launcher, nodes
             launcher.thread.start()
             undo.pop_all()
         self._shutdown_timeout = config.faults.shutdown_timeout
@@ -110,6 +117,16 @@ class EngineGroup:
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
+
+    @property
+    def join_address(self) -> str:
+        """Where nodes join, "tcp://host:port"; "": there is no network."""
+        return self._nodes.address if self._nodes is not None else ""
+
+    @property
+    def join_secret(self) -> str:
+        """What nodes must know: what the token file holds, or a random secret where there is none. Keep it so."""
+        return self._nodes.secret if self._nodes is not None else ""
 
     @property
     def engines(self) -> list[EngineStatus]:
@@ -158,12 +175,18 @@ class EngineGroup:
     def stats(self) -> dict[str, Any]:
         """Counters: messages dropped by reason; by client index the last state that each front end has acknowledged.
 
-        And the coordinator's process id and incarnation, where there is one.
+        And the coordinator's process id and incarnation, where there is one; and the nodes that have joined.
         """
         desk = self._launcher.desk
         acknowledged = {one.client_index: one.acknowledged for one in desk.front_ends}
         coordinator = self._launcher.coordinator
-        return {"dropped": dict(desk.dropped), "acknowledged": acknowledged, "coordinator": coordinator}
+        stats = {"dropped": dict(desk.dropped), "acknowledged": acknowledged, "coordinator": coordinator}
+        if self._nodes is not None:
+            stats["nodes"] = [
+                {"name": room.name, "places": room.places, "taken": room.taken, "leaving": room.leaving}
+                for room in self._nodes.rooms()
+            ]
+        return stats
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stops all engine cores and frees everything. Idempotent, bounded, callable from any thread. Blocks.
