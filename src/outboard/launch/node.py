@@ -60,6 +60,8 @@ _LONGEST_PAUSE = 10.0
 _LONG_LIFE = 30.0
 # Last words may take so long to leave, milliseconds.
 _LINGER_MS = 1000
+# Of so many lives in which no answer came a head is told, should it have heard of them.
+_MOST_EARLIER = 100
 # How often to say that no head answers, seconds.
 _SAY_AGAIN = 60.0
 
@@ -106,7 +108,7 @@ class Node:
         self._search_path = os.pathsep.join(search_path())
         self._stops = 0
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._replaces = ""  # the id of the last life that a head knew
+        self._earlier: list[str] = []  # ids of lives that a head may still count on
         self._silent_since = 0.0  # no head has answered since then
         self._said_at = 0.0
 
@@ -151,7 +153,7 @@ class Node:
             if welcome is None:
                 return
             self.joined = True
-            self._replaces = node_id
+            self._earlier = [node_id]
             logger.info("joined the head at %s", self._head)
             ranks = NodeRanks(welcome, session, self._ranks, self._search_path)
             try:
@@ -186,7 +188,7 @@ class Node:
             self.name,
             self._ranks,
             proof_of(self._secret, life.node_id),
-            self._replaces,
+            self._earlier[-_MOST_EARLIER:],
             self._engine,
             self._options,
         )
@@ -201,6 +203,9 @@ class Node:
                     if message.final:
                         raise ConfigError(f"the head at {self._head} does not take this node: {message.reason}")
                     return None
+        self._earlier.append(life.node_id)  # it may have been welcomed in vain
+        if self._stops:
+            life.send(NodeLeaves(life.node_id, True))
         self._say_silent()
         return None
 

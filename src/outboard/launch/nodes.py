@@ -203,9 +203,9 @@ class NodeDesk:
                 self._drop("refused", refusal)
                 self._send(sender, NodeRefused(hello.node_id, refusal, True))
                 return
-            earlier = self._nodes.get(hello.replaces)
-            if earlier is not None:
-                self._lose(earlier, "had lost this head, and has joined again")
+            for earlier in hello.replaces:
+                if earlier in self._nodes:
+                    self._lose(self._nodes[earlier], "had lost this head, and has joined again")
             facts = self._facts
             silence = Silence(facts.patience, facts.interval, now)
             known = _Node(hello.node_id, self._name(hello), hello.ranks, sender, silence)

@@ -123,7 +123,7 @@ class RemoteProcess:
         known |= {f"remote_{name}": getattr(report, name) for name in ("type", "message", "traceback")}
         known |= facts
         if exited is not None and exited.failure:
-            reason = f"Engine core rank {self._rank} cannot be started on node {self.node}: {exited.failure}"
+            reason = reason or f"Engine core rank {self._rank} cannot be started on node {self.node}: {exited.failure}"
         elif self.lost:
             reason = reason or died(known, self.lost, self.node)
         elif self.node_leaves and self._wanted is _Wanted.RUN:

@@ -61,7 +61,7 @@ class NodeHello(msgspec.Struct, array_like=True, tag="node_hello"):
         name: what people call it.
         ranks: how many it has room for.
         proof: of the shared secret, see `proof_of`.
-        replaces: the `node_id` of its last life with this head; "": it had none.
+        replaces: the `node_id` of each earlier life that this head may still count on.
         engine: the reference of the only engine that it is willing to run; "": any.
         options: options that this engine must have.
     """
@@ -73,7 +73,7 @@ class NodeHello(msgspec.Struct, array_like=True, tag="node_hello"):
     name: str
     ranks: int
     proof: bytes
-    replaces: str = ""
+    replaces: list[str] = []
     engine: str = ""
     options: dict[str, Any] = {}
 
