@@ -13,7 +13,8 @@ import typer
 from outboard.cli.options import exit_status, parse_options
 from outboard.errors import ConfigError
 from outboard.launch.node import Node
-from outboard.transport.node_server import new_token_file, node_context, read_token_file
+from outboard.transport.curve import new_token_file, read_token_file
+from outboard.transport.node_server import node_context
 
 __all__ = ["DEFAULT_PORT", "head_address", "node"]
 

@@ -41,6 +41,7 @@ from outboard.protocol.environment import REPORT_FD, ChildEnvironment
 from outboard.protocol.messages import PROTOCOL_VERSION, Failed, Hello, Init, Ready, Refused
 from outboard.protocol.progress import ProgressPage
 from outboard.protocol.report import ReportPage
+from outboard.transport.curve import SessionKeys
 from outboard.transport.sockets import ControlClient, ZmqContext, make_context
 
 __all__ = ["main"]
@@ -63,7 +64,7 @@ def main() -> int:
     environment = ChildEnvironment.take_from(os.environ)
     report = ReportPage.from_fd(int(os.environ.pop(REPORT_FD)))
     signal.signal(signal.SIGTERM, _exit_at_once)
-    context = make_context()
+    context = make_context(msgspec.json.decode(environment.keys, type=SessionKeys) if environment.keys else None)
     control = ControlClient(context, environment.control_address)
     control_is_ours = True
     try:

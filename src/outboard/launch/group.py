@@ -10,13 +10,13 @@ from typing import Any, Self
 
 import msgspec
 
-from outboard.config import EngineConfig, FaultConfig, ParallelConfig, TransportConfig
+from outboard.config import EngineConfig, FaultConfig, NetworkConfig, ParallelConfig, TransportConfig
 from outboard.launch.head import make_starter
 from outboard.launch.launcher import Launcher
 from outboard.launch.scaler import ScaleOrder
 from outboard.launch.startup import InitMaker, sendable_options
 from outboard.protocol.control import EngineState, EngineStatus, Scale
-from outboard.transport.node_server import listen_for_engines
+from outboard.transport.curve import SessionKeys
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, make_context
 
@@ -40,7 +40,8 @@ class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
         directory: the session's directory; front ends put their sockets there.
         launcher_pid: process id of the launcher; its end is the end of the engine cores.
         engine: reference of what runs, "module:Class" or "path.py:Class".
-        options, parallel, faults, transport: as in its `EngineConfig`.
+        options, parallel, faults, transport, network: as in its `EngineConfig`.
+        keys: of all connections to other hosts; None: there is no network.
     """
 
     control_address: str
@@ -52,6 +53,8 @@ class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig
     faults: FaultConfig
     transport: TransportConfig
+    network: NetworkConfig | None = None
+    keys: SessionKeys | None = None
 
     @property
     def config(self) -> EngineConfig:
@@ -62,6 +65,7 @@ class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
             parallel=self.parallel,
             faults=self.faults,
             transport=self.transport,
+            network=self.network,
         )
 
 
@@ -79,12 +83,13 @@ class EngineGroup:
         with ExitStack() as undo:
             session = SessionDirectory()
             undo.callback(session.remove)
-            context = make_context()
+            keys = SessionKeys.make() if config.network is not None else None
+            context = make_context(keys)
             undo.callback(context.destroy, linger=0)
             address = session.address("control")
-            control = ControlServer(context, address)
-            tcp_address = listen_for_engines(control._socket, config.network) if config.network is not None else ""
-            starter, nodes = make_starter(config, inits, session, address, tcp_address, "")
+            control = ControlServer(context, address, network=config.network)
+            undo.callback(control.close)
+            starter, nodes = make_starter(config, inits, session, address, control.tcp_address, keys)
             if nodes is not None:
                 undo.callback(nodes.close)
             launcher = Launcher(config, inits, context, session, control, address, starter, nodes, cancel_fd)
@@ -102,6 +107,8 @@ class EngineGroup:
             parallel=config.parallel,
             faults=config.faults,
             transport=config.transport,
+            network=config.network,
+            keys=keys,
         )
         try:
             launcher.started.result()

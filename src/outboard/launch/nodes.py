@@ -53,6 +53,10 @@ class NodeChannel(Protocol):
     fd: int
     address: str
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections were turned away."""
+
     def pending(self) -> bool:
         """Whether something has come that is to be received."""
 
@@ -144,6 +148,11 @@ class NodeDesk:
         process = RemoteProcess(rank, incarnation, dict(env), node.name, lambda message: self._tell(node, message))
         node.ranks[process.key] = process
         return process
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections of strangers were turned away, by reason. For any thread."""
+        return self._channel.refused
 
     def take_all(self, now: float) -> None:
         """Takes all messages that are there."""

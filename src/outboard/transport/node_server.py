@@ -1,49 +1,43 @@
-"""A head's end of the node channel: a ROUTER that lets nodes join, beside the control channel in the same thread."""
+"""The node channel's sockets: a head's ROUTER that lets nodes join, and the contexts of both ends."""
 
 from __future__ import annotations
-
-import secrets
-from pathlib import Path
 
 import zmq
 
 from outboard.config import NetworkConfig
-from outboard.transport.sockets import ZmqContext, make_context
+from outboard.transport.curve import KeyedContext, SessionKeys
+from outboard.transport.network import bind_tcp
+from outboard.transport.sockets import check_descriptors, os_errors
 
-__all__ = ["NodeServer", "listen_for_engines", "node_context"]
+__all__ = ["NodeServer", "node_context"]
 
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 # A node says little at once: the last of an engine core's stderr, and its traceback.
 _MAX_BYTES = 1 << 20
+# File descriptors that either end may need.
+_DESCRIPTORS = 32
 # Messages held for a node that does not read; it is given up before there are many.
 _HIGH_WATER_MARK = 10_000
 
 
-def node_context(secret: str) -> ZmqContext:
-    """A context for the node channel, which is encrypted by what belongs to the secret."""
-    return make_context()
+def node_context(secret: str) -> KeyedContext:
+    """A context for the node channel, with the keys that belong to the secret: it is there before a session's are.
 
-
-def listen_for_engines(socket: zmq.Socket[bytes], network: NetworkConfig) -> str:
-    """Has the control channel's socket listen to engine cores on nodes; the address for them to connect to."""
-    socket.bind(f"tcp://{network.listen}:*")
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-
-
-def read_token_file(path: str | Path) -> str:
-    return Path(path).read_text().strip()
-
-
-def new_token_file(path: str | Path) -> None:
-    Path(path).write_text(secrets.token_hex(32))
+    Raises:
+        ConfigError: the secret is too short.
+        OSError: too few file descriptors are left.
+    """
+    check_descriptors(_DESCRIPTORS, "a node channel")
+    with os_errors():
+        return KeyedContext(SessionKeys.from_secret(secret))
 
 
 class NodeServer:
     """Belongs to one thread. Wait until `fd` is readable or `pending` is true.
 
     Args:
-        context: of the socket; becomes the server's own.
+        secret: what nodes must know.
         network: where to listen.
 
     Attributes:
@@ -51,23 +45,29 @@ class NodeServer:
         fd: tells by its edge that something has come.
 
     Raises:
-        ConfigError: there is no such interface, address or name.
-        OSError: the port is taken.
+        ConfigError: the secret is too short, or there is no such interface, address or name.
+        OSError: the port is taken, or too few file descriptors are left.
     """
 
-    def __init__(self, context: ZmqContext, network: NetworkConfig) -> None:
-        self._context = context
-        self._socket = context.socket(zmq.ROUTER)
+    def __init__(self, secret: str, network: NetworkConfig) -> None:
+        self._context = node_context(secret)
         try:
+            self._socket = self._context.socket(zmq.ROUTER)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
             self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
             self._socket.setsockopt(zmq.RCVHWM, 0)
-            self.address = self._bind(network)
+            with os_errors():
+                self.address = bind_tcp(self._socket, network, network.port)
         except BaseException:
-            self.close()
+            self._context.destroy(linger=0)
             raise
         self.fd = int(self._socket.getsockopt(zmq.FD))
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections were turned away, see `KeyedContext.refused`."""
+        return self._context.refused
 
     def pending(self) -> bool:
         """Whether something has come that is to be received; whoever sends may have taken the edge of it."""
@@ -86,13 +86,6 @@ class NodeServer:
         self._socket.send_multipart([receiver, body])
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes, context and all; what has not left may take so long."""
+        """Closes; what has not left may take so long. Blocks meanwhile."""
         self._socket.close(linger=linger_ms)
         self._context.term()
-
-    def _bind(self, network: NetworkConfig) -> str:
-        try:
-            self._socket.bind(f"tcp://{network.listen}:{network.port or '*'}")
-        except zmq.ZMQError as error:
-            raise OSError(error.errno, f"cannot listen for nodes at {network.listen}: {error.strerror}") from None
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
