@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -11,6 +12,7 @@ from outboard.errors import ConfigError
 __all__ = [
     "EngineConfig",
     "FaultConfig",
+    "NetworkConfig",
     "ParallelConfig",
     "RankOptions",
     "RestartPolicy",
@@ -25,6 +27,8 @@ Sockets = Literal["unix", "zmq"]
 _LONGEST = 1_000_000
 # What one host can be asked for; a slip of the keyboard should not start a million processes.
 _MOST_RANKS = 256
+# Seconds; ZeroMQ tells the other end its patience in milliseconds of 16 bits.
+_LONGEST_PATIENCE = 60.0
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -221,6 +225,75 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.rank_options[rank] if rank < len(self.rank_options) else RankOptions()
 
 
+class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the head listens for engine cores on other machines, and how long those may be silent.
+
+    All that it listens for is encrypted and authenticated; who has not the session's keys gets nothing.
+
+    Attributes:
+        listen: the name of a network interface ("eth0"), an address of this host, IPv4 or IPv6, or a host name that
+            resolves to one. A wildcard ("0.0.0.0", "::") only together with `advertise`.
+        advertise: address or host name that others connect to, where it is not the one bound, as behind NAT or a
+            service of Kubernetes. The ports stay the same.
+        port: where nodes join; 0: any free one.
+        ports: "first-last", the ports of all other sockets; None: any free ones.
+        token_file: path of a file that holds the secret shared by all machines, of mode 0600 or stricter; None: a
+            random one, which whoever starts the nodes must bring to them.
+        heartbeat_interval: seconds between two signs of life on a connection on which nothing else travels.
+        patience: seconds that the other end may be silent before its connection is closed. At most 60. An array that
+            takes longer than this to travel counts as silence.
+        local_ranks: how many ranks, the first ones, run on the head's own host. The others wait for a node.
+    """
+
+    listen: str
+    advertise: str | None = None
+    port: int = 5570
+    ports: str | None = None
+    token_file: str | None = None
+    heartbeat_interval: float = 1.0
+    patience: float = 10.0
+    local_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.listen or "/" in self.listen:
+            raise ConfigError(
+                f"listen must be a network interface, an address or a host name, without a port, not {self.listen!r}"
+            )
+        if self.advertise is None:
+            if is_wildcard(self.listen):
+                raise ConfigError(f"listen is {self.listen!r}, every address there is: say which one to advertise")
+        elif not self.advertise or "/" in self.advertise or is_wildcard(self.advertise):
+            raise ConfigError(f"advertise must be an address or a host name, without a port, not {self.advertise!r}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be at least 0 and at most 65535, not {self.port!r}")
+        _ = self.port_range
+        if not 0.01 <= self.heartbeat_interval < self.patience <= _LONGEST_PATIENCE:
+            raise ConfigError(
+                f"0.01 s <= heartbeat_interval < patience <= {_LONGEST_PATIENCE:g} s must hold, not "
+                f"{self.heartbeat_interval!r}, {self.patience!r}"
+            )
+        if not 0 <= self.local_ranks <= _MOST_RANKS:
+            raise ConfigError(f"local_ranks must be at least 0 and at most {_MOST_RANKS}, not {self.local_ranks!r}")
+
+    @property
+    def port_range(self) -> range | None:
+        """The ports of `ports`."""
+        if self.ports is None:
+            return None
+        first, dash, last = self.ports.partition("-")
+        if dash and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 65535:
+            return range(int(first), int(last) + 1)
+        raise ConfigError(f"ports must be 'first-last', ports from 1 to 65535, not {self.ports!r}")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for every address of a host."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return host == "*"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to run, and how.
 
@@ -231,6 +304,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         parallel: how many engine cores, and who chooses between them.
         faults: time limits, and what to do when an engine core dies or hangs.
         transport: limits of the sockets.
+        network: where to listen for engine cores on other machines; None: all is on this host, and nothing listens.
     """
 
     engine: str | type[Any]
@@ -238,3 +312,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     parallel: ParallelConfig = ParallelConfig()
     faults: FaultConfig = FaultConfig()
     transport: TransportConfig = TransportConfig()
+    network: NetworkConfig | None = None

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from outboard._version import __version__
-from outboard.cli import engines, generate, models, serve
+from outboard.cli import engines, generate, models, node, serve
 
 __all__ = ["app"]
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
+app.command("node")(node.node)
 app.command("engines")(engines.engines)
 app.add_typer(models.app, name="models")
 

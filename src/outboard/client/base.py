@@ -183,14 +183,14 @@ class MPClient(EngineCoreClient):
         self._shutdown_lock = threading.Lock()
         self._closed = False
         with ExitStack() as undo:
-            context = make_context()
-            undo.callback(context.destroy, linger=0)
             group = None
             if addresses is None:
                 assert config is not None  # see above
                 group = launch_engines(config, cancel_fd=cancel_fd)
                 undo.callback(group.shutdown, 0)
                 addresses = group.addresses
+            context = make_context(addresses.keys)
+            undo.callback(context.destroy, linger=0)
             self.config = addresses.config
             routing = self._make_routing()
             load = routing.table if isinstance(routing, Balanced) else None

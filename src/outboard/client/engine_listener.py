@@ -53,7 +53,10 @@ class EngineListener:
         self._membership.kill_later(_EXIT_GRACE, status, reason, report)
 
     def on_broken(self, rank: int, reason: str) -> None:
-        if self._owner:
+        status = self._membership.roster.statuses[rank]
+        if (
+            self._owner or status.node
+        ):  # a connection between hosts can break for itself: the next incarnation has another
             self._membership.kill(rank, reason)
         else:  # others may be served well
             self._membership.fail(EngineDeadError(reason, rank=rank))

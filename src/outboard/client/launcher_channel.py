@@ -17,6 +17,7 @@ from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.control import (
     Attached,
     CoordinatorAt,
+    EngineProgress,
     EngineStatus,
     Members,
     ScaleProgress,
@@ -31,7 +32,15 @@ from outboard.transport.sockets import ZmqContext, connect_control, wait_readabl
 __all__ = ["FromLauncher", "LauncherChannel"]
 
 FromLauncher: TypeAlias = (
-    Welcome | EngineStatus | Attached | CoordinatorAt | Members | ScaleProgress | ScaleRefused | Refused
+    Welcome
+    | EngineStatus
+    | EngineProgress
+    | Attached
+    | CoordinatorAt
+    | Members
+    | ScaleProgress
+    | ScaleRefused
+    | Refused
 )
 
 

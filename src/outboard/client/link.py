@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 
 from outboard.client.driver import Driver, Timer
+from outboard.client.node_stall import NodeStallWatch
 from outboard.client.pending import PendingTable
 from outboard.client.receiver import Counters, Listener, Receiver
 from outboard.client.sender import Sender
@@ -15,10 +16,11 @@ from outboard.config import EngineConfig
 from outboard.protocol.codec import MsgpackEncoder
 from outboard.protocol.control import Attach, EngineStatus, identity_of
 from outboard.protocol.shm_pair import SharedMemory
-from outboard.transport.inputs import listen_for_inputs
+from outboard.transport.inputs import InputSender, listen_for_inputs
 from outboard.transport.outbox import Outbox
-from outboard.transport.outputs import listen_for_outputs
+from outboard.transport.outputs import OutputReader, listen_for_outputs
 from outboard.transport.sockets import ZmqContext
+from outboard.transport.tcp import listen_by_tcp
 
 __all__ = ["LONGEST", "QUIET", "Link"]
 
@@ -75,12 +77,11 @@ class Link:
         self._pending = pending
         self._listener = listener
         self._counters = counters
-        self._memory = SharedMemory.offer(transport.shared_memory_limit)
+        # No memory is shared between hosts.
+        self._memory = SharedMemory.offer(0 if status.node else transport.shared_memory_limit)
         encoder = MsgpackEncoder(transport.inline_bytes, transport.shared_memory_bytes, self._memory.pool)
-        identity = identity_of(status.rank, status.incarnation)
-        self.inputs = listen_for_inputs(
-            context, directory, self.epoch, identity, transport, call_later, self._on_closed, self._on_stranger
-        )
+        self.receiver = Receiver(pending, status.rank, self.epoch, listener, counters)
+        self.inputs, self._outputs = self._listen(config, context, directory, call_later)
         self.outbox = Outbox(self.inputs, encoder.give_back)
         self.sender = Sender(
             self.epoch,
@@ -92,22 +93,36 @@ class Link:
             transport.max_message_bytes,
             status.rank,
         )
-        self.receiver = Receiver(pending, status.rank, self.epoch, listener, counters)
-        self._outputs = listen_for_outputs(
-            context,
-            directory,
-            self.epoch,
-            transport,
-            self.receiver.on_message,
-            self._on_outputs_end,
-            self._on_stranger,
-        )
         self._driver: Driver | None = None
         self._timer: Timer | None = None
         self._end_timer: Timer | None = None
         self._deadline = 0.0
         self._done: Callable[[], None] | None = None
-        self.stall: StallWatch | None = None
+        self.stall: StallWatch | NodeStallWatch | None = None
+
+    def _listen(
+        self,
+        config: EngineConfig,
+        context: ZmqContext,
+        directory: str,
+        call_later: Callable[[float, Callable[[], None]], object],
+    ) -> tuple[InputSender, OutputReader]:
+        status, transport, on_message = self.status, config.transport, self.receiver.on_message
+        identity = identity_of(status.rank, status.incarnation)
+        if status.node:
+            assert config.network is not None  # or there would be no nodes
+            return listen_by_tcp(context, config.network, transport, identity, call_later, on_message, self._on_lost)
+        outputs = listen_for_outputs(
+            context, directory, self.epoch, transport, on_message, self._on_outputs_end, self._on_stranger
+        )
+        try:
+            inputs = listen_for_inputs(
+                context, directory, self.epoch, identity, transport, call_later, self._on_closed, self._on_stranger
+            )
+        except BaseException:
+            outputs.close()
+            raise
+        return inputs, outputs
 
     def invitation(self) -> Attach:
         """What the launcher is asked to tell the engine core."""
@@ -125,10 +140,12 @@ class Link:
         if not connected:
             self.receiver.give_up("the engine core said that it had connected, and had not")
             return False
-        self._memory.attach(self.status.pid)
-        self.receiver.set_reader(self._memory.reader)
+        if not self.status.node:
+            self._memory.attach(self.status.pid)
+            self.receiver.set_reader(self._memory.reader)
         try:
-            self.stall = StallWatch(self.status, self._slot, self._stall_timeout)
+            watch = NodeStallWatch if self.status.node else StallWatch
+            self.stall = watch(self.status, self._slot, self._stall_timeout)
         except (OSError, ValueError) as error:  # it is dying just now, or hides its descriptors
             logger.info("engine core rank %d cannot be watched for stalls: %s", self.status.rank, error)
         self.attached = True
@@ -195,6 +212,12 @@ class Link:
         if wrong:
             self._counters.drop("broken connection", wrong)
             self.receiver.give_up(f"the engine core sent what is no message: {wrong}")
+        else:
+            self._on_closed()
+
+    def _on_lost(self, wrong: str) -> None:
+        if wrong:
+            self.receiver.give_up(wrong)
         else:
             self._on_closed()
 

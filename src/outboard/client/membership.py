@@ -16,6 +16,7 @@ from outboard.client.engine_listener import EngineListener
 from outboard.client.launcher_channel import FromLauncher, LauncherChannel
 from outboard.client.link import Link
 from outboard.client.moves import Moves
+from outboard.client.node_stall import NodeStallWatch
 from outboard.client.pending import PendingTable
 from outboard.client.progress_watch import ProgressWatch
 from outboard.client.receiver import Counters
@@ -35,6 +36,7 @@ from outboard.protocol.control import (
     Acknowledge,
     Attached,
     CoordinatorAt,
+    EngineProgress,
     EngineState,
     EngineStatus,
     Join,
@@ -284,6 +286,10 @@ class Membership:
             return
         if isinstance(message, EngineStatus):
             self._on_status(message)
+        elif isinstance(message, EngineProgress):
+            link = self.links.get(message.rank)
+            if link is not None and isinstance(link.stall, NodeStallWatch):
+                link.stall.note(message)
         elif isinstance(message, Attached):
             self._on_attached(message)
         elif isinstance(message, CoordinatorAt):

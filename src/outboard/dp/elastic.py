@@ -155,6 +155,7 @@ class ScalePlan:
         """What each rank that this is about is at."""
         if self.up:
             told = {rank: "ready" if rank in facts.ready else "starting" for rank in self.coming}
+            told |= {rank: "waiting for room" for rank in facts.no_room if rank in self.coming}
             if self.announced or self.rolling_back:
                 told = {rank: "serving" if rank in facts.ready and self.announced else "ending" for rank in self.coming}
         else:
@@ -383,7 +384,8 @@ class ScalePlan:
         match self._stage:
             case _Stage.STARTING:
                 late = ", ".join(map(str, sorted(set(self.coming) - facts.ready)))
-                return self._go_back(f"rank {late} was not ready {seconds}", now)
+                reasons = [reason for rank, reason in facts.no_room.items() if rank in self.coming]
+                return self._go_back("; ".join([f"rank {late} was not ready {seconds}", *reasons]), now)
             case _Stage.CONNECTING | _Stage.QUIESCING | _Stage.RECONFIGURING if self.up:
                 return self._go_back(f"the commit was not over {seconds}: {self._awaited(facts)}", now)
             case _Stage.EMPTYING:

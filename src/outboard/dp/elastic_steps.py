@@ -84,6 +84,7 @@ class Facts:
         quiet, drained, reconfigured: ranks that have said so.
         refused: what ranks said that cannot be reconfigured.
         waiting_for: who has not connected or acknowledged, for people.
+        no_room: why ranks that are to start have not been started yet.
     """
 
     ready: frozenset[int] = frozenset()
@@ -97,3 +98,4 @@ class Facts:
     reconfigured: frozenset[int] = frozenset()
     refused: Mapping[int, str] = field(default_factory=dict)
     waiting_for: str = ""
+    no_room: Mapping[int, str] = field(default_factory=dict)

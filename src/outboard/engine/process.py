@@ -41,9 +41,15 @@ from outboard.protocol.environment import REPORT_FD, ChildEnvironment
 from outboard.protocol.messages import PROTOCOL_VERSION, Failed, Hello, Init, Ready, Refused
 from outboard.protocol.progress import ProgressPage
 from outboard.protocol.report import ReportPage
+from outboard.transport.curve import SessionKeys
 from outboard.transport.sockets import ControlClient, ZmqContext, make_context
 
 __all__ = ["main"]
+
+_ACROSS_HOSTS = (
+    "ranks of {} step together, which they can on one host only: give them all to the head, by "
+    "NetworkConfig(local_ranks=...), or run with no network"
+)
 
 # How long the last outputs may take to leave when the process ends, in milliseconds.
 _LINGER_MS = 1000
@@ -58,14 +64,14 @@ def main() -> int:
     environment = ChildEnvironment.take_from(os.environ)
     report = ReportPage.from_fd(int(os.environ.pop(REPORT_FD)))
     signal.signal(signal.SIGTERM, _exit_at_once)
-    context = make_context()
+    context = make_context(msgspec.json.decode(environment.keys, type=SessionKeys) if environment.keys else None)
     control = ControlClient(context, environment.control_address)
     control_is_ours = True
     try:
         init = _say_hello(control, environment)
         page = ProgressPage()
         try:
-            engine = _construct(init)
+            engine = _construct(init, environment)
             ready = _ready(engine, page, environment.session_token)
         except Exception as error:
             report.write_report(error_report(error))
@@ -112,8 +118,9 @@ def _say_hello(control: ControlClient, who: ChildEnvironment) -> Init:
     return answer
 
 
-def _construct(init: Init) -> EngineCore:
-    sys.path[:] = list(dict.fromkeys([*init.sys_path, *sys.path]))
+def _construct(init: Init, environment: ChildEnvironment) -> EngineCore:
+    paths = init.sys_path or [path for path in environment.search_path.split(os.pathsep) if path]
+    sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
     os.environ[IMPORTING_ENGINE] = init.engine
     try:
         engine_class = load_engine_class(init.engine)
@@ -122,8 +129,13 @@ def _construct(init: Init) -> EngineCore:
     if init.cpus:
         use_cpus(init.cpus)
     elif engine_class.cpu_bound and init.data_parallel_size > 1:
-        use_cpus(share_of(sorted(os.sched_getaffinity(0)), init.rank, init.data_parallel_size))
+        place, places = (
+            (environment.place, environment.places) if environment.places else (init.rank, init.data_parallel_size)
+        )
+        use_cpus(share_of(sorted(os.sched_getaffinity(0)), place, places))
     if engine_class.lockstep and _is_elastic(init):
+        if init.across_hosts:
+            raise ConfigError(_ACROSS_HOSTS.format(engine_class.__name__))
         if engine_class.execute_dummy_batch is EngineCore.execute_dummy_batch:
             raise ConfigError(NO_DUMMY_BATCH.format(engine_class.__name__))
         engine_class.parallel = ParallelState(

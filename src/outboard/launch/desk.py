@@ -33,6 +33,7 @@ from outboard.protocol.control import (
     DetachClient,
     Drained,
     EngineDeath,
+    EngineProgress,
     EngineState,
     EngineStatus,
     Join,
@@ -48,6 +49,7 @@ from outboard.protocol.control import (
     identity_of,
 )
 from outboard.protocol.messages import Failed, Hello, Ready, Refused
+from outboard.protocol.nodes import RankProgress
 from outboard.transport.sockets import ControlServer
 
 __all__ = ["ControlDesk"]
@@ -212,6 +214,21 @@ class ControlDesk:
             self._changed.notify_all()
         self.tell_all(status)
         return status
+
+    def publish_progress(self, progress: RankProgress) -> None:
+        """Tells all front ends how an engine core goes on that runs on a node."""
+        for front_end in self.front_ends:
+            message = EngineProgress(
+                progress.rank,
+                progress.incarnation,
+                progress.steps,
+                progress.age,
+                progress.activity,
+                progress.taken.get(front_end.slot, 0),
+                progress.process,
+                progress.cpu,
+            )
+            self.tell(front_end, message)
 
     def publish_end(self, reason: str) -> None:
         """Tells front ends that no engine core is left, and that nobody will start one."""

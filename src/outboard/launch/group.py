@@ -10,11 +10,13 @@ from typing import Any, Self
 
 import msgspec
 
-from outboard.config import EngineConfig, FaultConfig, ParallelConfig, TransportConfig
+from outboard.config import EngineConfig, FaultConfig, NetworkConfig, ParallelConfig, TransportConfig
+from outboard.launch.head import make_starter
 from outboard.launch.launcher import Launcher
 from outboard.launch.scaler import ScaleOrder
 from outboard.launch.startup import InitMaker, sendable_options
 from outboard.protocol.control import EngineState, EngineStatus, Scale
+from outboard.transport.curve import SessionKeys
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, make_context
 
@@ -38,7 +40,8 @@ class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
         directory: the session's directory; front ends put their sockets there.
         launcher_pid: process id of the launcher; its end is the end of the engine cores.
         engine: reference of what runs, "module:Class" or "path.py:Class".
-        options, parallel, faults, transport: as in its `EngineConfig`.
+        options, parallel, faults, transport, network: as in its `EngineConfig`.
+        keys: of all connections to other hosts; None: there is no network.
     """
 
     control_address: str
@@ -50,6 +53,8 @@ class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig
     faults: FaultConfig
     transport: TransportConfig
+    network: NetworkConfig | None = None
+    keys: SessionKeys | None = None
 
     @property
     def config(self) -> EngineConfig:
@@ -60,6 +65,7 @@ class EngineAddresses(msgspec.Struct, frozen=True, kw_only=True):
             parallel=self.parallel,
             faults=self.faults,
             transport=self.transport,
+            network=self.network,
         )
 
 
@@ -77,11 +83,17 @@ class EngineGroup:
         with ExitStack() as undo:
             session = SessionDirectory()
             undo.callback(session.remove)
-            context = make_context()
+            keys = SessionKeys.make() if config.network is not None else None
+            context = make_context(keys)
             undo.callback(context.destroy, linger=0)
             address = session.address("control")
-            control = ControlServer(context, address)
-            launcher = self._launcher = Launcher(config, inits, context, session, control, address, cancel_fd)
+            control = ControlServer(context, address, network=config.network)
+            undo.callback(control.close)
+            starter, nodes = make_starter(config, inits, session, address, control.tcp_address, keys)
+            if nodes is not None:
+                undo.callback(nodes.close)
+            launcher = Launcher(config, inits, context, session, control, address, starter, nodes, cancel_fd)
+            self._launcher, self._nodes = launcher, nodes
             launcher.thread.start()
             undo.pop_all()
         self._shutdown_timeout = config.faults.shutdown_timeout
@@ -95,6 +107,8 @@ class EngineGroup:
             parallel=config.parallel,
             faults=config.faults,
             transport=config.transport,
+            network=config.network,
+            keys=keys,
         )
         try:
             launcher.started.result()
@@ -110,6 +124,16 @@ class EngineGroup:
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
+
+    @property
+    def join_address(self) -> str:
+        """Where nodes join, "tcp://host:port"; "": there is no network."""
+        return self._nodes.address if self._nodes is not None else ""
+
+    @property
+    def join_secret(self) -> str:
+        """What nodes must know: what the token file holds, or a random secret where there is none. Keep it so."""
+        return self._nodes.secret if self._nodes is not None else ""
 
     @property
     def engines(self) -> list[EngineStatus]:
@@ -158,12 +182,18 @@ class EngineGroup:
     def stats(self) -> dict[str, Any]:
         """Counters: messages dropped by reason; by client index the last state that each front end has acknowledged.
 
-        And the coordinator's process id and incarnation, where there is one.
+        And the coordinator's process id and incarnation, where there is one; and the nodes that have joined.
         """
         desk = self._launcher.desk
         acknowledged = {one.client_index: one.acknowledged for one in desk.front_ends}
         coordinator = self._launcher.coordinator
-        return {"dropped": dict(desk.dropped), "acknowledged": acknowledged, "coordinator": coordinator}
+        stats = {"dropped": dict(desk.dropped), "acknowledged": acknowledged, "coordinator": coordinator}
+        if self._nodes is not None:
+            stats["nodes"] = [
+                {"name": room.name, "places": room.places, "taken": room.taken, "leaving": room.leaving}
+                for room in self._nodes.rooms()
+            ]
+        return stats
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stops all engine cores and frees everything. Idempotent, bounded, callable from any thread. Blocks.

@@ -20,17 +20,23 @@ from outboard.launch.coordinator import CoordinatorKeeper
 from outboard.launch.desk import ControlDesk
 from outboard.launch.frontends import FrontEnd
 from outboard.launch.lockstep import LockstepGroup
+from outboard.launch.nodes import NodeDesk
 from outboard.launch.rank import EngineRank
+from outboard.launch.rank_process import RankStarter
 from outboard.launch.scaler import ScaleOrder, Scaler
 from outboard.launch.startup import InitMaker, StartCancelled
 from outboard.launch.thread_signals import leave_signals_to_main
 from outboard.protocol.control import EngineState
+from outboard.protocol.nodes import RankProgress
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, ZmqContext
 
 __all__ = ["Launcher"]
 
 logger = logging.getLogger("outboard.launch")
+
+# Nodes are told of the end; that may take so long to leave, milliseconds.
+_LINGER_MS = 1000
 
 
 class Launcher:
@@ -41,6 +47,8 @@ class Launcher:
         inits: say what each rank is to run.
         context, session, control: become the launcher's own; it gives them back at its end.
         control_address: where `control` is bound.
+        starter: starts the processes of ranks.
+        nodes: those that start some; None: none does. Becomes the launcher's own.
         cancel_fd: a descriptor that becomes readable when start-up is to be given up.
 
     Attributes:
@@ -57,6 +65,8 @@ class Launcher:
         session: SessionDirectory,
         control: ControlServer,
         control_address: str,
+        starter: RankStarter,
+        nodes: NodeDesk | None = None,
         cancel_fd: int | None = None,
     ) -> None:
         self._config = config
@@ -67,7 +77,8 @@ class Launcher:
         self._coordinator = CoordinatorKeeper(session, control_address)
         self._group = LockstepGroup(config, session, self._coordinator)
         self._inits = inits
-        self._control_address = control_address
+        self._starter = starter
+        self._nodes = nodes
         size = config.parallel.data_parallel_size
         self._ranks = [self._make_rank(number, size) for number in range(size)]
         self._group.add(self._ranks)
@@ -81,6 +92,8 @@ class Launcher:
         self._scaler = Scaler(
             config, self._ranks, self._group, self._coordinator, self.desk, self._make_joining, self._is_started
         )
+        if nodes is not None:
+            nodes.on_progress = self._on_progress
         self._ended = threading.Event()
         self.started: Future[None] = Future()
         self.creator = os.getpid()
@@ -219,16 +232,26 @@ class Launcher:
         cancel_fd = self._cancel_fd if starting else None
         if cancel_fd is not None:
             watched[cancel_fd] = None
+        nodes = self._nodes
+        if nodes is not None:
+            watched[nodes.fd] = None
         may_begin = self._group.may_begin
         dues = [*(rank.due(may_begin) for rank in self._ranks), coordinator.due, self._scaler.due]
+        if nodes is not None:
+            dues.append(nodes.due)
         now = time.monotonic()
         due = min((due for due in dues if due is not None), default=None)
         timeout = max(0.0, due - now) if due is not None else None
+        if nodes is not None and nodes.pending():
+            timeout = 0.0
         ready = self._control.wait(list(watched), timeout)
         if self._abandoned:
             return  # what ends now ends by our own hand
         now = time.monotonic()
         self.desk.take_all(now)
+        if nodes is not None:
+            nodes.take_all(now)
+            nodes.look(now)
         self._group.look(now)
         if cancel_fd is not None and cancel_fd in ready:
             self._cancel_fd = -1
@@ -289,6 +312,10 @@ class Launcher:
         for other in self._group.end_with(rank, now):
             self.desk.publish(other)
 
+    def _on_progress(self, progress: RankProgress) -> None:
+        if progress.rank < len(self._ranks):
+            self.desk.publish_progress(progress)
+
     def _is_started(self) -> bool:
         return self.started.done() and self._stop_seen is None
 
@@ -299,7 +326,7 @@ class Launcher:
         init = self._inits.init(number, size, incarnation, joining=joining)
         env = self._config.parallel.of_rank(number).env
         facts = self._group.facts_at_start
-        return EngineRank(init, self._session, self._control_address, self._config.faults, env, facts)
+        return EngineRank(init, self._session.token, self._starter, self._config.faults, env, facts)
 
     # --- the end ---
 
@@ -312,6 +339,8 @@ class Launcher:
 
     def _release(self) -> None:
         """Gives everything back. Idempotent."""
+        if self._nodes is not None:
+            self._nodes.close(_LINGER_MS)
         self.desk.close()
         self._context.term()
         self._session.remove()

@@ -23,7 +23,7 @@ from outboard.protocol.environment import REPORT_FD
 from outboard.protocol.messages import ErrorReport
 from outboard.protocol.report import ReportPage, above_stdio
 
-__all__ = ["EngineProcess", "describe_exit"]
+__all__ = ["EngineProcess", "death_error", "describe_exit", "died"]
 
 _E = TypeVar("_E", bound=EngineDeadError)
 
@@ -97,6 +97,11 @@ class EngineProcess:
     # --- who it is ---
 
     @property
+    def node(self) -> str:
+        """It runs on this host."""
+        return ""
+
+    @property
     def sentinel(self) -> int:
         """A descriptor that is readable once all is over: engine, descendants, report. -1 after `close`."""
         return self._pidfd
@@ -115,6 +120,9 @@ class EngineProcess:
         """Note what the engine core says of itself in its HELLO."""
         self._identity = (pid, pgid)
         self._oom.add(pid)
+
+    def watch(self, pid: int, progress_fd: int) -> None:
+        """Nothing is to be done: front ends read its progress page by themselves."""
 
     # --- how it ends ---
 
@@ -282,6 +290,11 @@ class EngineProcess:
 
     # --- what to say of it ---
 
+    @property
+    def oom_verdict(self) -> str:
+        """What is known of the kernel's out-of-memory killer, once it has ended; "": nothing."""
+        return self._oom_verdict
+
     @overload
     def death(self, phase: str, *, reason: str | None = None, **facts: Any) -> EngineDeadError: ...
 
@@ -310,7 +323,35 @@ class EngineProcess:
         report = self.report.read_report() or ErrorReport("", "", "")
         known |= {f"remote_{name}": getattr(report, name) for name in ("type", "message", "traceback")}
         known |= facts
-        return cls(reason or _reason(known, self._oom_verdict), **known)
+        return death_error(cls, reason, known, self._oom_verdict)
+
+
+def death_error(cls: type[_E], reason: str | None, known: dict[str, Any], verdict: str, node: str = "") -> _E:
+    """The error that says how an engine core ended.
+
+    Args:
+        cls: the class to build.
+        reason: its whole first line; None: made of the rest.
+        known: attributes of the error.
+        verdict: what is known of the kernel's out-of-memory killer.
+        node: where it ran; "": here.
+    """
+    if reason is None:
+        cause = "; ".join(filter(None, [describe_exit(known["exit_code"]), verdict]))
+        if known["remote_type"]:
+            exit_ = "" if known["exit_code"] is None else f" ({cause})"
+            first_line = known["remote_message"].partition("\n")[0]
+            cause = f"{known['remote_type'].removeprefix('builtins.')}: {first_line}{exit_}"
+        reason = died(known, cause, node)
+    return cls(reason, **known)
+
+
+def died(known: dict[str, Any], cause: str, node: str = "") -> str:
+    """Who died, when and of what: the first line of a death report."""
+    where = "" if known["pid"] is None else f"pid {known['pid']}"
+    where = " ".join(filter(None, [where, node and f"on node {node}"]))
+    who = f"rank {known['rank']} ({where})" if where else f"rank {known['rank']}"
+    return f"Engine core {who} {_DIED[known['phase']]}: {cause}."
 
 
 def describe_exit(exit_code: int | None) -> str:
@@ -319,16 +360,6 @@ def describe_exit(exit_code: int | None) -> str:
         return "exit code unknown"
     name = signal_name(exit_code)
     return f"exit code {exit_code}" if name is None else f"killed by {name}"
-
-
-def _reason(facts: dict[str, Any], verdict: str) -> str:
-    pid = "" if facts["pid"] is None else f" (pid {facts['pid']})"
-    cause = "; ".join(filter(None, [describe_exit(facts["exit_code"]), verdict]))
-    if facts["remote_type"]:
-        exit_ = "" if facts["exit_code"] is None else f" ({cause})"
-        first_line = facts["remote_message"].partition("\n")[0]
-        cause = f"{facts['remote_type'].removeprefix('builtins.')}: {first_line}{exit_}"
-    return f"Engine core rank {facts['rank']}{pid} {_DIED[facts['phase']]}: {cause}."
 
 
 def _readable(fd: int, timeout: float | None) -> bool:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable
 
 import msgspec
 
 from outboard.config import FaultConfig
-from outboard.errors import ConfigError, EngineDeadError
+from outboard.errors import ConfigError, EngineDeadError, EngineStartupTimeout
 from outboard.launch.handshake import EngineHandshake, HandshakeState
-from outboard.launch.process import EngineProcess
+from outboard.launch.rank_process import NoRoom, RankProcess, RankStarter
 from outboard.launch.startup import startup_failure, startup_timeout
 from outboard.launch.supervisor import RankSupervisor
 from outboard.protocol.control import EngineDeath, EngineState, EngineStatus, StallReport
-from outboard.protocol.environment import ChildEnvironment
 from outboard.protocol.messages import ErrorReport, Init, Ready
-from outboard.transport.session import SessionDirectory
 
 __all__ = ["EngineRank", "GroupFacts"]
+
+logger = logging.getLogger("outboard.launch")
 
 # An engine core that has told why it fails gets a moment to end by itself, so that its exit code can be told.
 _EXIT_GRACE = 1.0
@@ -41,15 +41,16 @@ class EngineRank:
 
     Args:
         init: what to run; its rank is this one, its incarnation the first.
-        session: directory and token.
-        control_address: where engine cores find the launcher.
+        token: the session's secret.
+        starter: starts its processes.
         faults: time limits and the restart policy.
         env: environment variables of its own.
         group_facts: what to tell an incarnation of its group.
 
     Attributes:
         supervisor: its state.
-        process: of the incarnation that runs; None between two.
+        process: of the incarnation that runs; None between two, and while there is no room for it.
+        waits: why there is no room for the incarnation that is to start; "" where none waits.
         peer: the ZeroMQ identity on the control channel of who said HELLO; b"" before.
         lockstep: whether its engine has said that ranks step together.
         can_reinitialize: whether its engine has said that its group may change its size.
@@ -60,8 +61,8 @@ class EngineRank:
     def __init__(
         self,
         init: Init,
-        session: SessionDirectory,
-        control_address: str,
+        token: str,
+        starter: RankStarter,
         faults: FaultConfig,
         env: dict[str, str],
         group_facts: Callable[[], GroupFacts],
@@ -73,10 +74,10 @@ class EngineRank:
         self.joining = init.joining
         self._init = init
         self._env = env
-        self._session = session
-        self._control_address = control_address
+        self._token = token
+        self._starter = starter
         self._faults = faults
-        self._handshake = EngineHandshake(session.token, init)
+        self._handshake = EngineHandshake(token, init)
         self._deadline: float | None = None  # of start-up, of a grace, or of a kill
         self._killed_by: float | None = None  # since when it is being killed
         self._reason: str | None = None  # why we kill it
@@ -88,7 +89,8 @@ class EngineRank:
         self._stall: StallReport | None = None
         self.supervisor = RankSupervisor(faults.restart, init.incarnation)
         self._pid: int | None = None  # of the incarnation that runs, or ran last
-        self.process: EngineProcess | None = None
+        self.process: RankProcess | None = None
+        self.waits = ""
         self.peer = b""
         self.failure: ConfigError | EngineDeadError | None = None
 
@@ -100,6 +102,11 @@ class EngineRank:
     def pid(self) -> int | None:
         """Process id of the incarnation that runs, or ran last; None before the first said HELLO."""
         return self._pid
+
+    @property
+    def node(self) -> str:
+        """Name of the node where its process runs; "": this host, or it has none."""
+        return self.process.node if self.process is not None else ""
 
     @property
     def is_ready(self) -> bool:
@@ -119,7 +126,7 @@ class EngineRank:
     def status(self, version: int) -> EngineStatus:
         """What front ends are told."""
         ready, last, supervisor = self._ready, self._last_ready, self.supervisor
-        serving = supervisor.state in (EngineState.READY, EngineState.STALLED) and ready is not None
+        serving = supervisor.state in (EngineState.READY, EngineState.STALLED) and ready is not None and not self.node
         return EngineStatus(
             version,
             self.rank,
@@ -133,30 +140,49 @@ class EngineRank:
             progress_fd=ready.progress_fd if serving and ready is not None else -1,
             stack_fd=ready.stack_fd if serving and ready is not None else -1,
             stack_signal=ready.stack_signal if serving and ready is not None else 0,
+            node=self.node,
+            waits=self.waits,
         )
 
     # --- its life ---
 
     def start(self, now: float) -> None:
-        """Starts the process of the current incarnation. Raises OSError if none is to be had."""
+        """Starts the process of the current incarnation; where there is no room for it, `tick` tries again.
+
+        Raises OSError if no process is to be had.
+        """
         incarnation = self.supervisor.incarnation
+        try:
+            self.process = self._starter.start(self.rank, incarnation, self._env)
+        except NoRoom as reason:
+            self._wait(str(reason), now)
+            return
+        self.waits = ""
         init = msgspec.structs.replace(self._init, incarnation=incarnation, joining=self.joining)
         if not self.joining:  # else it is told later
             init = msgspec.structs.replace(init, **msgspec.structs.asdict(self._group_facts()))
         self._fallen = False
         self._init = init
-        self._handshake = EngineHandshake(self._session.token, init)
+        told = msgspec.structs.replace(init, sys_path=[]) if self.process.node else init
+        self._handshake = EngineHandshake(self._token, told)
         self.peer = b""
         self._ready = self._killed_by = self._reason = self._told = self._timed_out = None
-        environment = ChildEnvironment(self._control_address, self._session.token, init.rank, init.incarnation)
-        self.process = EngineProcess.start({**os.environ, **self._env, **environment.to_environ()}, self._session.path)
         self._deadline = now + self._faults.startup_timeout
+
+    def _wait(self, reason: str, now: float) -> None:
+        """There is no room. The first incarnation waits no longer than it may take to start, others for ever."""
+        if not self.waits:
+            logger.warning("%s", reason)
+            self._ready = None
+            self._deadline = now + self._faults.startup_timeout if self.supervisor.is_first else None
+        self.waits = reason
 
     def start_or_die(self, now: float) -> None:
         """As `start`; where no process is to be had, the incarnation has died."""
         try:
             self.start(now)
         except OSError as error:
+            self.waits = ""
             self._died_unstarted(f"engine core rank {self.rank} cannot be started: {error}", now)
 
     def receive(self, sender: bytes, frames: list[bytes], now: float) -> bytes | None:
@@ -175,6 +201,7 @@ class EngineRank:
             self.can_reinitialize = handshake.ready.can_reinitialize
             self._deadline = None
             self.supervisor.ready()
+            self.process.watch(handshake.hello.pid if handshake.hello is not None else 0, handshake.ready.progress_fd)
         elif handshake.failure is not None:
             self._deadline = min(self._deadline or now, now + _EXIT_GRACE)
         return answer
@@ -185,7 +212,10 @@ class EngineRank:
         if may_begin and supervisor.restart_at is not None and now >= supervisor.restart_at:
             supervisor.begin()
             self.start_or_die(now)
-        elif self._deadline is not None and now >= self._deadline:
+            return
+        if self.waits:
+            self.start_or_die(now)
+        if self._deadline is not None and now >= self._deadline:
             self._on_deadline(now)
 
     def stall(self, report: StallReport) -> bool:
@@ -209,6 +239,8 @@ class EngineRank:
             reason: what its death report says, in place of how it ended.
             report: an exception that it has told of by other ways than its report page.
         """
+        if self.waits:
+            self._wait_no_more(reason or f"engine core rank {self.rank} is not wanted any more", now)
         if self.process is not None and self._killed_by is None:
             self._reason = reason
             self._told = report
@@ -243,6 +275,8 @@ class EngineRank:
     def stop(self, now: float, timeout: float) -> None:
         """Asks for its end, within `timeout` seconds; a second call may shorten that."""
         self.supervisor.stop()
+        if self.waits:
+            self._wait_no_more(f"engine core rank {self.rank} was stopped", now)
         if self.process is None or self._killed_by is not None:
             return
         if timeout <= 0:
@@ -280,7 +314,7 @@ class EngineRank:
             spent = f"It stays dead: {policy.max_restarts} restarts in {policy.window:g} s are all that is allowed."
             self._death = msgspec.structs.replace(death, reason=f"{death.reason} {spent}")
 
-    def _what_failed(self, process: EngineProcess, starting: bool) -> ConfigError | EngineDeadError:
+    def _what_failed(self, process: RankProcess, starting: bool) -> ConfigError | EngineDeadError:
         if self._timed_out is not None:
             return startup_timeout(process, self._init, self._timed_out, self._faults.startup_timeout)
         if starting and self._reason is None:
@@ -294,8 +328,12 @@ class EngineRank:
         return error
 
     def _on_deadline(self, now: float) -> None:
+        if self.waits:
+            seconds = f"{self._faults.startup_timeout:g} s"
+            self._wait_no_more(f"engine core rank {self.rank} was not started within {seconds}: {self.waits}", now)
+            return
         process = self.process
-        assert process is not None  # there is no deadline without one
+        assert process is not None  # there is no other deadline without one
         if self._killed_by is not None:
             process.end(0)  # the warden does not obey: bounded, and by other means
             self.exited(now)
@@ -304,6 +342,15 @@ class EngineRank:
             self.kill(now)
         else:
             self.kill(now)
+
+    def _wait_no_more(self, reason: str, now: float) -> None:
+        self.waits = ""
+        self._deadline = None
+        first = self.supervisor.is_first
+        self._died_unstarted(reason, now)
+        if first and self.supervisor.state is EngineState.DEAD:
+            incarnation = self.supervisor.incarnation
+            self.failure = EngineStartupTimeout(reason, rank=self.rank, incarnation=incarnation, phase="start-up")
 
     def _died_unstarted(self, reason: str, now: float) -> None:
         error = EngineDeadError(reason, rank=self.rank, incarnation=self.supervisor.incarnation, phase="start-up")

@@ -288,6 +288,7 @@ class Scaler:
             deaths={rank.rank: rank.death for rank in self._ranks if rank.rank in ended},
             refused={rank: error for rank, error in self._reconfigured.items() if error},
             waiting_for=unconnected or unheard,
+            no_room={rank.rank: rank.waits for rank in self._ranks if rank.waits},
         )
 
     def _unconnected(self, plan: ScalePlan) -> str:

@@ -15,11 +15,18 @@ from outboard.engine.loader import IMPORTING_ENGINE
 from outboard.engines.registry import resolve_engine
 from outboard.errors import ConfigError, EngineStartupError, EngineStartupTimeout
 from outboard.launch.handshake import HandshakeState
-from outboard.launch.process import EngineProcess
+from outboard.launch.rank_process import RankProcess
 from outboard.protocol.messages import ErrorReport, Init
 from outboard.protocol.tensors import is_scalar
 
-__all__ = ["InitMaker", "StartCancelled", "sendable_options", "startup_failure", "startup_timeout"]
+__all__ = [
+    "InitMaker",
+    "StartCancelled",
+    "search_path",
+    "sendable_options",
+    "startup_failure",
+    "startup_timeout",
+]
 
 
 class StartCancelled(Exception):
@@ -46,7 +53,7 @@ class InitMaker:
                 'if __name__ == "__main__":'
             )
         self._config = config
-        self._sys_path = _search_path()
+        self._sys_path = search_path()
         self.engine = resolve_engine(config.engine)
         for rank in range(max(config.parallel.data_parallel_size, len(config.parallel.rank_options))):
             self.init(rank, config.parallel.data_parallel_size)  # what is wrong with any is known now
@@ -70,10 +77,11 @@ class InitMaker:
             dp_sync_timeout=parallel.dp_sync_timeout,
             elastic=parallel.elastic,
             joining=joining,
+            across_hosts=config.network is not None and config.network.local_ranks < size,
         )
 
 
-def startup_failure(process: EngineProcess, init: Init, report: ErrorReport | None) -> ConfigError | EngineStartupError:
+def startup_failure(process: RankProcess, init: Init, report: ErrorReport | None) -> ConfigError | EngineStartupError:
     """What to raise for an engine core that ended before it was ready; with what it told by FAILED, if anything.
 
     A `ConfigError` that its constructor raised comes back as what it is, with the death as its cause.
@@ -92,7 +100,7 @@ def startup_failure(process: EngineProcess, init: Init, report: ErrorReport | No
     return error
 
 
-def startup_timeout(process: EngineProcess, init: Init, state: HandshakeState, seconds: float) -> EngineStartupTimeout:
+def startup_timeout(process: RankProcess, init: Init, state: HandshakeState, seconds: float) -> EngineStartupTimeout:
     """What to raise for an engine core that was not ready in time; `state` is how far it had come."""
     return process.death(
         "start-up",
@@ -104,8 +112,8 @@ def startup_timeout(process: EngineProcess, init: Init, state: HandshakeState, s
     )
 
 
-def _search_path() -> list[str]:
-    """Where the front end finds modules: its `sys.path`, and the working directory behind it."""
+def search_path() -> list[str]:
+    """Where this process finds modules: its `sys.path`, and the working directory behind it."""
     paths = [path for path in sys.path if isinstance(path, str)]
     try:
         here = os.getcwd()  # noqa: PTH109 - a plain string is wanted

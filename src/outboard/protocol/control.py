@@ -2,6 +2,7 @@
 
     front end     Join              -> launcher      Welcome (the state of every engine core) or Refused
     launcher      EngineStatus      -> front ends    acknowledged: Acknowledge names the last version seen
+    launcher      EngineProgress    -> front ends    of engine cores on other hosts
     front end     Attach            -> launcher      AttachClient -> engine core
     engine core   ClientAttached    -> launcher      Attached     -> front end
     front end     Leave             -> launcher      DetachClient -> engine cores
@@ -45,6 +46,7 @@ __all__ = [
     "DrainRank",
     "Drained",
     "EngineDeath",
+    "EngineProgress",
     "EngineState",
     "EngineStatus",
     "Join",
@@ -153,7 +155,9 @@ class EngineStatus(msgspec.Struct, array_like=True, tag="status"):
         death: how the last incarnation ended; with RESTARTING and DEAD.
         stall: with STALLED.
         progress_fd, stack_fd: descriptors in the process `pid`: its progress page, and where its stacks are dumped on
-            `stack_signal`.
+            `stack_signal`. -1 on a node: `EngineProgress` tells what is there.
+        node: name of the node where the process runs; "": the launcher's host.
+        waits: why there is no room to start it; "" where it does not wait for that.
     """
 
     version: int
@@ -168,6 +172,28 @@ class EngineStatus(msgspec.Struct, array_like=True, tag="status"):
     progress_fd: int = -1
     stack_fd: int = -1
     stack_signal: int = 0
+    node: str = ""
+    waits: str = ""
+
+
+class EngineProgress(msgspec.Struct, array_like=True, tag="engine_progress"):
+    """How an engine core on a node goes on, to every front end again and again: no progress page can be read there.
+
+    Attributes:
+        steps, activity: as on a progress page.
+        age: seconds since the last sign of life, when it was read.
+        taken: messages taken from this front end.
+        process, cpu: as in `StallReport`; the share is since the last message of this kind.
+    """
+
+    rank: int
+    incarnation: int
+    steps: int
+    age: float
+    activity: int
+    taken: int
+    process: str
+    cpu: float
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):

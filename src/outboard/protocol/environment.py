@@ -37,12 +37,19 @@ class ChildEnvironment(_Environment, frozen=True):
         control_address: ZeroMQ address of the control channel.
         session_token: the session's secret; by the environment, not by arguments, which everybody can read.
         rank, incarnation: which engine core this is.
+        keys: what encrypts its connections to other hosts; "": it has none.
+        search_path: where it finds modules, with `os.pathsep` between; "": as the launcher says by `Init`.
+        place, places: its host's CPUs are shared by so many engine cores, of which it is this one; 0: by all ranks.
     """
 
     control_address: str
     session_token: str
     rank: int
     incarnation: int
+    keys: str = ""
+    search_path: str = ""
+    place: int = 0
+    places: int = 0
 
 
 class CoordinatorEnvironment(_Environment, frozen=True):

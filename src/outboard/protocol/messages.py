@@ -335,8 +335,9 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 class Init(msgspec.Struct, array_like=True, tag="init"):
     """Answer to `Hello`: what to run. Whom to serve comes after READY, by `AttachClient` (control.py).
 
-    `sys_path` is the launcher's module search path. `cpus` are those that the process may use; with none, and several
-    ranks, an engine that computes on CPUs gets its share of all.
+    `sys_path` is the launcher's module search path; empty where the process has one of its own, as on another host.
+    `cpus` are those that the process may use; with none, and several ranks, an engine that computes on CPUs gets its
+    share of all.
 
     The last are for ranks that step together: `group` is the incarnation of the group, `first_coordinator` that of the
     coordinator when it was launched, `step_sync_address` where rank 0 binds for reductions, `rendezvous` a path that
@@ -363,6 +364,7 @@ class Init(msgspec.Struct, array_like=True, tag="init"):
     dp_sync_timeout: float = 30.0
     elastic: bool = False
     joining: bool = False
+    across_hosts: bool = False
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):

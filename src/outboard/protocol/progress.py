@@ -127,6 +127,10 @@ class ProgressReader:
         activity = numbers[_ACTIVITY]
         return Progress(numbers[_STEPS], numbers[_TIME], activity, numbers[_TAKEN + self._slot])
 
+    def taken(self) -> dict[int, int]:
+        """Messages taken from each front end that has sent any, by its slot."""
+        return {slot: count for slot, count in enumerate(self._numbers[_TAKEN:]) if count}
+
     def close(self) -> None:
         """Releases the mapping. Idempotent."""
         self._numbers.release()

@@ -15,7 +15,7 @@ from outboard.transport.session import front_end_socket
 from outboard.transport.sockets import ZmqContext
 from outboard.transport.unix import SCHEME
 from outboard.transport.unix_inputs import UnixInputReceiver, UnixInputSender
-from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender
+from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender, bind_input
 
 __all__ = ["InputReceiver", "InputSender", "connect_inputs", "listen_for_inputs"]
 
@@ -119,7 +119,8 @@ def listen_for_inputs(
     """
     path = front_end_socket(directory, "in")
     if config.sockets == "zmq":
-        return ZmqInputSender(context, f"ipc://{path}", identity, config, call_later)
+        address = f"ipc://{path}"
+        return ZmqInputSender(bind_input(context, address, config), address, identity, call_later)
     return UnixInputSender(path, epoch, config.high_water_mark, on_end, on_stranger)
 
 

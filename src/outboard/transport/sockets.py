@@ -4,6 +4,8 @@
     output   PUSH (engine core) -> PULL (client, bound)
     control  DEALER (engine core, client) <-> ROUTER (launcher, bound): the handshake, states, introductions
 
+An address says whether a socket is one of this host or of TCP; the latter has the keys of its context (curve.py).
+
 One socket for each direction: a send on a socket eats the edge of its file descriptor, and a reader that waits for that
 edge would sleep for ever.
 """
@@ -16,14 +18,16 @@ import math
 import os
 import resource
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 
 import zmq
 from zmq.backend import Socket as SocketBase
 
-from outboard.config import TransportConfig
+from outboard.config import NetworkConfig, TransportConfig
 from outboard.protocol.tensors import Buffer
+from outboard.transport.curve import KeyedContext, SessionKeys
+from outboard.transport.network import bind_tcp, connect
 
 __all__ = [
     "ContextTerminated",
@@ -37,7 +41,7 @@ __all__ = [
     "closed_on_error",
     "connect_control",
     "make_context",
-    "make_data_socket",
+    "make_socket",
     "os_errors",
     "remove_socket_file",
     "wait_readable",
@@ -56,6 +60,10 @@ _POLLIN = int(zmq.POLLIN)
 # File descriptors that a client may need: 17 with its process, its sockets and their engine core, and some to spare.
 _DESCRIPTORS = 32
 
+# What a control server's senders begin with: whether they are on this host.
+_LOCAL = b"l"
+_FAR = b"f"
+
 # Handshake messages are small; a peer that sends more is none of ours.
 _MAX_CONTROL_BYTES = 16 << 20
 
@@ -71,7 +79,7 @@ def os_errors() -> Iterator[None]:
 
 @contextmanager
 def closed_on_error(socket: ZmqSocket) -> Iterator[None]:
-    """Closes the socket where the block fails."""
+    """Closes the socket where something is raised."""
     try:
         yield
     except BaseException:
@@ -80,14 +88,17 @@ def closed_on_error(socket: ZmqSocket) -> Iterator[None]:
 
 
 @os_errors()
-def make_context() -> ZmqContext:
+def make_context(keys: SessionKeys | None = None) -> ZmqContext:
     """A context with one IO thread. A context of our own can be terminated, so that nothing is left afterwards.
+
+    Args:
+        keys: for its sockets with an address of TCP; without them it can have none.
 
     Raises:
         OSError: too few file descriptors are left; ZeroMQ would abort the whole process where it runs out of them.
     """
     check_descriptors(_DESCRIPTORS, "a client")
-    return zmq.Context(io_threads=1)
+    return zmq.Context(io_threads=1) if keys is None else KeyedContext(keys)
 
 
 def check_descriptors(needed: int, who: str) -> None:
@@ -109,7 +120,7 @@ def check_descriptors(needed: int, who: str) -> None:
 @os_errors()
 def bind_output(context: ZmqContext, address: str, config: TransportConfig) -> ZmqSocket:
     """A client's PULL."""
-    socket = make_data_socket(context, zmq.PULL, config)
+    socket = make_socket(context, zmq.PULL, config)
     socket.bind(address)
     return socket
 
@@ -122,7 +133,8 @@ def connect_control(context: ZmqContext, address: str) -> ZmqSocket:
     socket.setsockopt(zmq.SNDHWM, 0)  # a launcher that is busy for a moment loses nothing
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_CONTROL_BYTES)
-    socket.connect(address)
+    with closed_on_error(socket):
+        connect(socket, address)
     return socket
 
 
@@ -135,9 +147,9 @@ class ZmqSender:
 
     @os_errors()
     def __init__(self, context: ZmqContext, address: str, config: TransportConfig) -> None:
-        self._socket = make_data_socket(context, zmq.PUSH, config)
+        self._socket = make_socket(context, zmq.PUSH, config)
         with closed_on_error(self._socket):
-            self._socket.connect(address)
+            connect(self._socket, address)
         # Past pyzmq's wrapper, which only adds arguments of other socket types.
         self._send = functools.partial(SocketBase.send, self._socket)
 
@@ -176,38 +188,74 @@ class ZmqSender:
 class ControlServer:
     """The launcher's end of the control channel, or a hub such as a coordinator: a ROUTER.
 
+    Where there is a network, a second one listens by TCP; whom a message is from says which of them brought it.
+
     Args:
+        context: of the sockets; with the session's keys where there is a network.
+        address: for peers on this host.
         high_water_mark: messages held for each peer; what exceeds them is dropped silently. 0: no limit.
+        network: where to listen for peers on other machines; None: nowhere.
+        port: there; 0: any free one; None: one of `network.ports`.
+
+    Attributes:
+        tcp_address: for peers on other machines; "": there are none.
+
+    Raises:
+        ConfigError: there is no such interface or address, or no key to listen with.
+        OSError: an address is taken, or too few file descriptors are left.
     """
 
     @os_errors()
-    def __init__(self, context: ZmqContext, address: str, high_water_mark: int = 0) -> None:
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_CONTROL_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, high_water_mark)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(address)
+    def __init__(
+        self,
+        context: ZmqContext,
+        address: str,
+        high_water_mark: int = 0,
+        network: NetworkConfig | None = None,
+        port: int | None = None,
+    ) -> None:
+        self.tcp_address = ""
+        self._sockets: dict[bytes, ZmqSocket] = {}  # by what senders of theirs begin with
+        with ExitStack() as undo:
+            for mark in (_LOCAL, _FAR) if network is not None else (_LOCAL,):
+                socket = self._sockets[mark] = context.socket(zmq.ROUTER)
+                undo.callback(socket.close, linger=0)
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.MAXMSGSIZE, _MAX_CONTROL_BYTES)
+                socket.setsockopt(zmq.SNDHWM, high_water_mark)
+                socket.setsockopt(zmq.RCVHWM, 0)
+            self._sockets[_LOCAL].bind(address)
+            if network is not None:
+                self.tcp_address = bind_tcp(self._sockets[_FAR], network, port)
+            undo.pop_all()
 
     def wait(self, fds: Sequence[int], timeout: float | None) -> set[int]:
         """Waits until a message is there or one of `fds` is readable, at most `timeout` seconds; the readable `fds`."""
-        return wait_readable(self._socket, fds, timeout)
+        first, *others = self._sockets.values()
+        return wait_readable(first, fds, timeout, *others)
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """(sender, frames) of the next message; None if there is none."""
-        try:
-            sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        return sender, frames
+        for mark, socket in self._sockets.items():
+            try:
+                sender, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                continue
+            if len(self._sockets) > 1:  # who has much to say is heard after the others
+                self._sockets[mark] = self._sockets.pop(mark)
+            return mark + sender, frames
+        return None
 
     def send(self, receiver: bytes, body: bytes) -> None:
         """Sends to a peer that has sent something; a peer that is gone is no error."""
-        self._socket.send_multipart([receiver, body])
+        socket = self._sockets.get(receiver[:1])
+        if socket is not None:
+            socket.send_multipart([receiver[1:], body])
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes; what has not left may take `linger_ms` while the context terminates."""
-        self._socket.close(linger=linger_ms)
+        for socket in self._sockets.values():
+            socket.close(linger=linger_ms)
 
 
 class ControlClient:
@@ -220,7 +268,8 @@ class ControlClient:
     def __init__(self, context: ZmqContext, address: str) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.connect(address)
+        with closed_on_error(self._socket):
+            connect(self._socket, address)
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def send(self, body: bytes) -> None:
@@ -253,10 +302,14 @@ def remove_socket_file(address: str) -> None:
         pass  # the whole session's directory may be gone
 
 
-def wait_readable(socket: ZmqSocket, fds: Sequence[int], timeout: float | None) -> set[int]:
-    """Waits until a message is there or one of `fds` is readable, at most `timeout` seconds; the readable `fds`."""
+def wait_readable(socket: ZmqSocket, fds: Sequence[int], timeout: float | None, *others: ZmqSocket) -> set[int]:
+    """Waits until a message is there or one of `fds` is readable, at most `timeout` seconds; the readable `fds`.
+
+    The `others` are sockets whose messages count too.
+    """
     poller = zmq.Poller()
-    poller.register(socket, zmq.POLLIN)
+    for one in (socket, *others):
+        poller.register(one, zmq.POLLIN)
     for fd in fds:
         poller.register(fd, zmq.POLLIN)
     # Rounded up: poll() counts in milliseconds, and 0 would not wait at all.
@@ -264,8 +317,8 @@ def wait_readable(socket: ZmqSocket, fds: Sequence[int], timeout: float | None) 
     return {ready for ready, _ in poller.poll(milliseconds) if isinstance(ready, int)}
 
 
-def make_data_socket(context: ZmqContext, kind: int, config: TransportConfig) -> ZmqSocket:
-    """A socket with the limits of the config. It drops what is left when it is closed."""
+def make_socket(context: ZmqContext, kind: int, config: TransportConfig) -> ZmqSocket:
+    """A socket with the limits of a config, neither bound nor connected."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, config.high_water_mark)

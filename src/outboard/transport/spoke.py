@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import zmq
 
+from outboard.transport.network import connect
 from outboard.transport.sockets import ZmqContext, wait_readable
 
 __all__ = ["Spoke"]
@@ -24,7 +25,7 @@ class Spoke:
 
     Args:
         context: of the socket.
-        address: where the hub is bound, or will be.
+        address: where the hub is bound, or will be, on this host or by TCP.
         linger_ms: how long what has been sent may take to leave after `close`.
 
     Attributes:
@@ -40,7 +41,7 @@ class Spoke:
             self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
             self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
             self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            self.socket.connect(address)
+            connect(self.socket, address)
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"ZeroMQ: {error.strerror}") from error
         self.fd = int(self.socket.getsockopt(zmq.FD))

@@ -11,16 +11,18 @@ from zmq.backend import Socket as SocketBase
 
 from outboard.config import TransportConfig
 from outboard.protocol.tensors import Buffer
+from outboard.transport.network import connect
 from outboard.transport.reader import Loop
 from outboard.transport.sockets import (
     ZmqContext,
+    ZmqSocket,
     closed_on_error,
-    make_data_socket,
+    make_socket,
     os_errors,
     remove_socket_file,
 )
 
-__all__ = ["ZmqInputReceiver", "ZmqInputSender"]
+__all__ = ["ZmqInputReceiver", "ZmqInputSender", "bind_input"]
 
 # Plain ints: arithmetic on ZeroMQ's enums costs 1 us.
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -40,33 +42,24 @@ class ZmqInputSender:
     is retried on a timer of 1 to 20 ms.
 
     Args:
-        context: of the socket.
-        address: where to bind.
+        socket: a bound ROUTER with ROUTER_MANDATORY, or it would drop silently what it cannot route, and what exceeds
+            its high-water mark. It becomes the sender's own.
+        address: for the engine core.
         identity: the engine core's.
-        config: limits.
         call_later: calls a function after a delay in seconds, in this thread.
-
-    Raises:
-        OSError: the address cannot be used, or too few file descriptors are left.
     """
 
-    @os_errors()
     def __init__(
         self,
-        context: ZmqContext,
+        socket: ZmqSocket,
         address: str,
         identity: bytes,
-        config: TransportConfig,
         call_later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self.address = address
-        self._socket = make_data_socket(context, zmq.ROUTER, config)
-        with closed_on_error(self._socket):
-            # Without it a ROUTER drops silently what it cannot route, and what exceeds its high-water mark.
-            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.bind(address)
+        self._socket = socket
         # Past pyzmq's wrapper, which only adds arguments of other socket types.
-        self._send = functools.partial(SocketBase.send, self._socket)
+        self._send = functools.partial(SocketBase.send, socket)
         self._identity = identity
         self._call_later = call_later
         self._waiting: Callable[[], None] | None = None
@@ -138,6 +131,20 @@ class ZmqInputSender:
             tracked.popleft()
 
 
+@os_errors()
+def bind_input(context: ZmqContext, address: str, config: TransportConfig) -> ZmqSocket:
+    """A socket for `ZmqInputSender` on this host.
+
+    Raises:
+        OSError: the address cannot be used, or too few file descriptors are left.
+    """
+    socket = make_socket(context, zmq.ROUTER, config)
+    with closed_on_error(socket):
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(address)
+    return socket
+
+
 class ZmqInputReceiver:
     """The engine core's end, an `InputReceiver`. Belongs to the input thread.
 
@@ -151,10 +158,10 @@ class ZmqInputReceiver:
 
     @os_errors()
     def __init__(self, context: ZmqContext, address: str, identity: bytes, config: TransportConfig) -> None:
-        self._socket = make_data_socket(context, zmq.DEALER, config)
+        self._socket = make_socket(context, zmq.DEALER, config)
         with closed_on_error(self._socket):
             self._socket.setsockopt(zmq.IDENTITY, identity)
-            self._socket.connect(address)
+            connect(self._socket, address)
             self._socket.send(b"")  # a ROUTER can address a peer only once it knows its identity
         self.fd = int(self._socket.getsockopt(zmq.FD))
         self.ended = False

@@ -1,0 +1,60 @@
+"""What a group with a network has more than one without: nodes may join it, and run its ranks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import msgspec
+
+from outboard.config import EngineConfig
+from outboard.launch.nodes import HeadFacts, NodeDesk
+from outboard.launch.placement import LocalStarter, PlacedStarter, Placement
+from outboard.launch.rank_process import RankStarter
+from outboard.launch.startup import InitMaker, sendable_options
+from outboard.transport.curve import SessionKeys, read_token_file
+from outboard.transport.node_server import NodeServer
+from outboard.transport.session import SessionDirectory
+
+__all__ = ["make_starter"]
+
+
+def make_starter(
+    config: EngineConfig,
+    inits: InitMaker,
+    session: SessionDirectory,
+    control_address: str,
+    tcp_address: str,
+    keys: SessionKeys | None,
+) -> tuple[RankStarter, NodeDesk | None]:
+    """What starts the ranks of a group, and the desk for nodes that do; None: there is no network.
+
+    Args:
+        config: what runs.
+        inits: what each rank is to run.
+        session: directory and token.
+        control_address, tcp_address: where engine cores find the launcher, on this host and from others.
+        keys: of the session; None: there is no network.
+
+    Raises:
+        ConfigError: the token file cannot be used, or there is no such interface or address.
+        OSError: the port is taken.
+    """
+    network = config.network
+    if network is None or keys is None:
+        return LocalStarter(session, control_address), None
+    secret = secrets.token_hex(32) if network.token_file is None else read_token_file(network.token_file)
+    facts = HeadFacts(
+        secret=secret,
+        engine=inits.engine,
+        options=sendable_options(config.options),
+        control_address=tcp_address,
+        session_token=session.token,
+        keys=msgspec.json.encode(keys.for_peers()).decode(),
+        interval=network.heartbeat_interval,
+        patience=network.patience,
+        shutdown_timeout=config.faults.shutdown_timeout,
+    )
+    nodes = NodeDesk(NodeServer(secret, network), facts, time.monotonic())
+    local = LocalStarter(session, control_address, network.local_ranks)
+    return PlacedStarter(Placement(network.local_ranks), local, nodes.rooms, nodes.start), nodes
