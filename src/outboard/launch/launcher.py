@@ -28,6 +28,7 @@ from outboard.launch.startup import InitMaker, StartCancelled
 from outboard.launch.thread_signals import leave_signals_to_main
 from outboard.protocol.control import EngineState
 from outboard.protocol.nodes import RankProgress
+from outboard.transport.curve import SessionKeys
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, ZmqContext
 
@@ -47,6 +48,7 @@ class Launcher:
         inits: say what each rank is to run.
         context, session, control: become the launcher's own; it gives them back at its end.
         control_address: where `control` is bound.
+        keys: of the session's connections to other hosts; None: there are none.
         starter: starts the processes of ranks.
         nodes: those that start some; None: none does. Becomes the launcher's own.
         cancel_fd: a descriptor that becomes readable when start-up is to be given up.
@@ -66,6 +68,7 @@ class Launcher:
         control: ControlServer,
         control_address: str,
         starter: RankStarter,
+        keys: SessionKeys | None = None,
         nodes: NodeDesk | None = None,
         cancel_fd: int | None = None,
     ) -> None:
@@ -74,7 +77,7 @@ class Launcher:
         self._session = session
         self._control = control
         self._cancel_fd = cancel_fd
-        self._coordinator = CoordinatorKeeper(session, control_address)
+        self._coordinator = CoordinatorKeeper(session, control_address, config.network, keys)
         self._group = LockstepGroup(config, session, self._coordinator)
         self._inits = inits
         self._starter = starter
