@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import zmq
 
-from outboard.config import TransportConfig
+from outboard.config import NetworkConfig, TransportConfig
+from outboard.transport.curve import KeyedContext, SessionKeys
+from outboard.transport.network import bind_tcp, connect
 from outboard.transport.reader import MAX_MESSAGES, MAX_TOKENS, SocketReader
 from outboard.transport.sockets import ZmqContext, ZmqSender, ZmqSocket, bind_output
 
@@ -287,3 +289,22 @@ def test_drain_takes_at_most_its_limit(wire: Wire) -> None:
         taken += count
     assert wire.reader.drain(5) == 0
     assert wire.got == list(range(12))
+
+
+def test_a_heartbeat_before_the_first_message_is_none() -> None:
+    """ZeroMQ then has the peer's credentials to read, which it gives to nobody."""
+    network = NetworkConfig(listen="127.0.0.1", heartbeat_interval=0.05, patience=1.0)
+    context = KeyedContext(SessionKeys.make())
+    try:
+        pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        got: list[bytes] = []
+        reader = SocketReader(pull, lambda body, _: got.append(bytes(body)))
+        connect(push, bind_tcp(pull, network, 0))
+        assert pull.poll(10_000)
+        assert reader.drain(MAX_MESSAGES) == 0
+        push.send(b"first")
+        assert pull.poll(10_000)
+        assert reader.drain(MAX_MESSAGES) == 1
+        assert got == [b"first"]
+    finally:
+        context.destroy(linger=0)

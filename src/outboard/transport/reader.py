@@ -84,7 +84,11 @@ class SocketReader:
             if not int(socket.getsockopt(_EVENTS)) & _POLLIN:
                 self._unfinished = False
                 return count
-            frame = socket.recv(_NOBLOCK, copy=False)
+            try:
+                frame = socket.recv(_NOBLOCK, copy=False)
+            except zmq.Again:  # whose a connection is comes before its first message, and counts as something to read
+                self._unfinished = False
+                return count
             if frame.more:
                 parts = [part.buffer for part in socket.recv_multipart(copy=False)]
                 tokens += self._on_message(frame.buffer, parts) or 0
