@@ -226,8 +226,14 @@ class Link:
             self._end_timer = self._driver.call_later(_END_TOLD, self._end_not_told)
 
     def _end_not_told(self) -> None:
-        if not self.ending and not self.receiver.ended:
-            self.receiver.give_up("the engine core has closed its connection, and goes on")
+        if self.ending or self.receiver.ended:
+            return
+        node = self.status.node
+        self.receiver.give_up(
+            f"the connection to the engine core on node {node} has ended, and nobody tells why"
+            if node
+            else "the engine core has closed its connection, and goes on"
+        )
 
     def _on_stranger(self, what: str) -> None:
         self._counters.drop("stranger", what)
