@@ -18,7 +18,7 @@ import psutil
 from outboard.config import NetworkConfig
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.messages import Failed, Hello, Init, Ready
-from outboard.protocol.nodes import FromNode, HeadPing, NodeHello, NodeWelcome, StartRank
+from outboard.protocol.nodes import FromNode, HeadPing, NodeHello, NodePing, NodeWelcome, StartRank
 from outboard.transport.curve import SessionKeys, new_token_file, read_token_file
 from outboard.transport.node_server import NodeServer
 from outboard.transport.sockets import ControlServer, make_context
@@ -135,7 +135,9 @@ class FakeHead:
             peer, [body] = found
             message = self._decoder.decode(body)
             self.heard.append(message)
-            if isinstance(message, NodeHello):
+            if isinstance(message, NodePing) and message.node_id == self.node_id:
+                self.peer = peer  # its connection may be a new one
+            elif isinstance(message, NodeHello):
                 self.hellos.append(message)
                 self.peer, self.node_id = peer, message.node_id
                 keys = json.loads(msgspec.json.encode(self.keys.for_peers()))

@@ -297,7 +297,9 @@ def test_a_connection_that_is_a_new_one_is_found_by_the_ping(head: Head) -> None
     process = head.desk.start("n1", 0, 0, {})
     assert head.hear(b"new", RankExited(0, 0, 5, 1)) == []  # who is that?
     assert not over(process)
-    assert head.hear(b"new", NodePing("n1"), RankExited(0, 0, 5, 1)) == [RankForgotten(0, 0)]
+    # It is about to lose patience, and so hears at once that the head is there.
+    assert head.hear(b"new", NodePing("n1"), RankExited(0, 0, 5, 1)) == [HeadPing("n1"), RankForgotten(0, 0)]
+    assert head.hear(b"new", NodePing("n1")) == []
     assert over(process)
     head.pass_time(1)
     assert head.told(b"new") == [HeadPing("n1")]

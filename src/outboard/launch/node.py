@@ -16,7 +16,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -58,6 +58,9 @@ _ANSWER_BOUND = 5.0
 _FIRST_PAUSE = 0.2
 _LONGEST_PAUSE = 10.0
 _LONG_LIFE = 30.0
+# A head that has not been heard for so many intervals gets a new connection, and another one in each further interval:
+# after a cut the system waits for about as long again before it sends anew by the old one.
+_FIRST_RENEWAL = 2
 # Last words may take so long to leave, milliseconds.
 _LINGER_MS = 1000
 # Of so many lives in which no answer came a head is told, should it have heard of them.
@@ -146,9 +149,8 @@ class Node:
     def _live(self, session: SessionDirectory) -> None:
         """One life."""
         node_id = secrets.token_hex(16)
-        spoke = Spoke(self._context, self._head, linger_ms=_LINGER_MS)
+        life = _Life(lambda: Spoke(self._context, self._head, linger_ms=_LINGER_MS), node_id)
         try:
-            life = _Life(spoke, node_id)
             welcome = self._join(life)
             if welcome is None:
                 return
@@ -169,7 +171,7 @@ class Node:
             self._silent_since = self._said_at = time.monotonic()
             logger.warning("left the head at %s: %s; %d engine cores were ended", self._head, reason, ended)
         finally:
-            spoke.close()
+            life.close()
 
     def _wait(self, seconds: float) -> None:
         poller = select.poll()
@@ -227,6 +229,7 @@ class Node:
         now = time.monotonic()
         silence = Silence(welcome.patience, welcome.interval, now)
         ping_at = now
+        renew_at = _FIRST_RENEWAL * welcome.interval  # seconds of silence
         stops = 0  # those that have been seen
         leave_by: float | None = None
         while True:
@@ -244,6 +247,12 @@ class Node:
                 life.send(exited)
             if silence.listened(now):
                 return f"it has been silent for {silence.seconds:.1f} s"
+            if silence.seconds >= renew_at:
+                renew_at = silence.seconds + welcome.interval
+                life.renew()
+                ping_at = now
+            elif not silence.seconds:
+                renew_at = _FIRST_RENEWAL * welcome.interval
             if stops != self._stops:
                 stops = self._take_stop()
                 leave_by = self._leave(life, ranks, stops, now + welcome.shutdown_timeout)
@@ -289,15 +298,33 @@ class Node:
 
 
 class _Life:
-    """The connection of one life."""
+    """The connection of one life, or one after the other.
 
-    def __init__(self, spoke: Spoke, node_id: str) -> None:
+    Args:
+        connect: makes one.
+        node_id: of the life.
+    """
+
+    def __init__(self, connect: Callable[[], Spoke], node_id: str) -> None:
         self.node_id = node_id
-        self.wait = spoke.wait
-        self._spoke = spoke
+        self._connect = connect
+        self._spoke = connect()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder: MsgpackDecoder[Any] = MsgpackDecoder(FromHead)
         self._dropped = 0
+
+    def renew(self) -> None:
+        """Gives up the connection for a new one."""
+        self._spoke.close()
+        self._spoke = self._connect()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._spoke.close()
+
+    def wait(self, fds: Sequence[int], timeout: float) -> None:
+        """Waits until something has come or one of `fds` is readable, at most `timeout` seconds."""
+        self._spoke.wait(fds, timeout)
 
     def send(self, message: Any) -> None:
         """Sends; what a head that is away cannot take is said again later."""

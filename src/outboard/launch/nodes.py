@@ -272,8 +272,10 @@ class NodeDesk:
             self._drop("unknown node", f"{type(message).__name__} of a node that has not joined, or was lost")
             self._send(sender, NodeRefused(message.node_id, "this head does not know it, or has given it up", False))
             return
-        node.peer = sender  # it may have lost its connection, and have another one
         node.silence.heard()
+        if node.peer != sender:  # it has lost its connection, or has given it up, and is about to lose patience
+            node.peer = sender
+            self._tell(node, HeadPing(node.node_id))
         if isinstance(message, NodeLeaves):
             if not node.leaving:
                 logger.info("node %s is being stopped", node.name)

@@ -23,6 +23,9 @@ _SLACK = 2.0  # seconds that the guard may learn of it later
 # Whoever listens tells its patience by its heartbeats. One that ends before its first is found out by these, seconds.
 _OWN_INTERVAL = 10.0
 _OWN_PATIENCE = 60.0
+# After a cut the system waits for about as long again before it sends anew what was lost: a connection outlives a
+# silence that is less than the patience only if it is kept for twice that, and this, seconds.
+_RETRY = 1.0
 # A SYN that is lost is sent again by the system after 1, 3, 7 s and so on; ZeroMQ tries anew, milliseconds.
 _CONNECT_TIMEOUT_MS = 3000
 _RECONNECT_MS = 100
@@ -132,8 +135,9 @@ def _bind(
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # with nobody to ask, nobody is let in
     socket.setsockopt(zmq.IPV6, int(":" in host))
-    socket.setsockopt(zmq.HEARTBEAT_TTL, int(network.patience * 1000))
-    _set_common(socket, network.heartbeat_interval, network.patience)
+    kept = 2 * network.patience + _RETRY
+    socket.setsockopt(zmq.HEARTBEAT_TTL, int(kept * 1000))
+    _set_common(socket, network.heartbeat_interval, kept)
     watch = guard.watch(socket, _HANDSHAKE + _SLACK, one_peer_within)
     ports = (port,) if port is not None else network.port_range
     try:
