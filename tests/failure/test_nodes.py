@@ -32,11 +32,14 @@ from outboard import (
 )
 from outboard._version import __version__
 from outboard.config import NetworkConfig
+from outboard.dp.coordinator_state import Publication
+from outboard.dp.messages import JoinAsFrontEnd
 from outboard.errors import EngineStartupError, EngineStartupTimeout
-from outboard.protocol.control import EngineProgress, Join, Welcome
+from outboard.protocol.control import CoordinatorAt, EngineProgress, Join, Welcome
 from outboard.protocol.messages import PROTOCOL_VERSION
 from outboard.transport.curve import new_token_file
 from outboard.transport.sockets import connect_control, make_context, wait_readable
+from outboard.transport.spoke import Spoke
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -397,6 +400,34 @@ def test_front_ends_are_told_how_an_engine_core_goes_on(site: Site) -> None:
             assert eventually(lambda: hear().process == "stopped")
         finally:
             socket.close(linger=0)
+            context.term()
+
+
+def test_ranks_on_nodes_tell_the_coordinator_of_their_load(site: Site) -> None:
+    site.node("one")
+    with launch_engines(site.config(2, local_ranks=1, parallel={"client_count": 2})) as group:
+        context = make_context()
+        control = Spoke(context, group.addresses.control_address)
+        decoder = msgspec.msgpack.Decoder(Welcome | EngineProgress | CoordinatorAt)
+        place = None
+        spoke = None
+        try:
+            token = group.addresses.session_token
+            control.send(msgspec.msgpack.encode(Join(PROTOCOL_VERSION, __version__, token, 0, os.getpid())))
+            while not isinstance(place, CoordinatorAt):
+                control.wait([], BOUND)
+                place = decoder.decode((control.receive() or [b""])[0])
+            spoke = Spoke(context, place.address)
+            spoke.send(msgspec.msgpack.encode(JoinAsFrontEnd(token, 0)))
+            loads: set[int] = set()
+            while loads != {0, 1}:
+                spoke.wait([], BOUND)
+                publication = msgspec.msgpack.decode((spoke.receive() or [b""])[0], type=Publication)
+                loads = {load.rank for load in publication.loads}
+        finally:
+            for one in (control, spoke):
+                if one is not None:
+                    one.close()
             context.term()
 
 
