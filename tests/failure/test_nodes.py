@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 from fake_head import NodeProcess, all_gone, eventually, free_port
+from fake_link import FAR, FakeLink
 
 from outboard import (
     ConfigError,
@@ -57,9 +58,17 @@ class Site:
         new_token_file(self.token)
         self.port = free_port()
         self.nodes: list[NodeProcess] = []
+        self.host = "127.0.0.1"
+        self.ports: range | None = None  # of all other sockets
+
+    def use_link(self) -> list[int]:
+        """Nodes are to reach the head by a link; the ports that it must pass on."""
+        self.host = FAR
+        self.ports = range(self.port + 1, self.port + 9)
+        return [self.port, *self.ports]
 
     def node(self, name: str, *more: str) -> NodeProcess:
-        node = NodeProcess(f"tcp://127.0.0.1:{self.port}", self.token, "--name", name, *more)
+        node = NodeProcess(f"tcp://{self.host}:{self.port}", self.token, "--name", name, *more)
         self.nodes.append(node)
         return node
 
@@ -72,7 +81,9 @@ class Site:
         parallel = {"data_parallel_size": size, **changes.pop("parallel", {})}
         network = NetworkConfig(
             listen="127.0.0.1",
+            advertise=self.host,
             port=self.port,
+            ports=f"{self.ports[0]}-{self.ports[-1]}" if self.ports is not None else None,
             token_file=str(self.token),
             local_ranks=local_ranks,
             heartbeat_interval=0.1,
@@ -294,6 +305,59 @@ def test_a_head_that_is_gone_loses_its_engine_cores(
         incarnation, engine = ready(head)
         assert incarnation == 1
         assert engine.is_running()
+
+
+# --- the link ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def link(site: Site) -> Iterator[FakeLink]:
+    """What is between the head and its nodes."""
+    with FakeLink(site.use_link()) as link:
+        yield link
+
+
+def test_a_link_that_is_cut_for_less_than_the_patience(site: Site, link: FakeLink) -> None:
+    site.node("one")
+    with launch_engines(site.config()) as group:
+        before = group.engines
+        for _ in range(3):
+            link.cut()
+            with pytest.raises(TimeoutError):
+                group.wait_for(EngineState.RESTARTING, timeout=PATIENCE / 2)
+            link.restore()
+            with pytest.raises(TimeoutError):
+                group.wait_for(EngineState.RESTARTING, timeout=PATIENCE / 2)
+        assert group.engines == before
+
+
+def test_a_link_that_is_cut_for_longer(site: Site, link: FakeLink) -> None:
+    site.node("one")
+    with launch_engines(site.config()) as group:
+        engine = process_of(group.engines[0])
+        link.cut()
+        assert all_gone([engine], PATIENCE + 5.0)  # the far side stops serving
+        status = wait_for(group, EngineState.RESTARTING, 1)
+        assert status.death is not None
+        assert "its node one has been silent for 1." in status.death.reason
+        assert status.waits
+        link.restore()
+        assert wait_for(group, EngineState.READY, 1).node == "one"
+        assert [node["name"] for node in group.stats()["nodes"]] == ["one"]
+
+
+def test_connections_that_are_reset_are_made_again(site: Site, link: FakeLink) -> None:
+    site.node("one")
+    with launch_engines(site.config()) as group:
+        status = group.engines[0]
+        for _ in range(3):
+            assert link.reset() >= 1
+            with pytest.raises(TimeoutError):
+                group.wait_for(EngineState.RESTARTING, timeout=PATIENCE)
+        assert group.engines == [status]
+        os.kill(status.pid or 0, signal.SIGKILL)
+        link.reset()  # what the node has to say of it is said again
+        assert wait_for(group, EngineState.READY, 1).node == "one"
 
 
 # --- what cannot start -----------------------------------------------------------------------------------------------
