@@ -36,7 +36,7 @@ from outboard.config import NetworkConfig
 from outboard.dp.coordinator_state import Publication
 from outboard.dp.messages import JoinAsFrontEnd
 from outboard.errors import EngineStartupError, EngineStartupTimeout
-from outboard.protocol.control import CoordinatorAt, EngineProgress, Join, Welcome
+from outboard.protocol.control import Attach, Attached, CoordinatorAt, EngineProgress, Join, Welcome
 from outboard.protocol.messages import PROTOCOL_VERSION
 from outboard.transport.curve import new_token_file
 from outboard.transport.sockets import connect_control, make_context, wait_readable
@@ -44,7 +44,7 @@ from outboard.transport.spoke import Spoke
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-BOUND = 20.0
+BOUND = 10.0
 PATIENCE = 1.0
 
 Start = Callable[..., NodeProcess]
@@ -317,6 +317,27 @@ def link(site: Site) -> Iterator[FakeLink]:
         yield link
 
 
+def answer_of_engine(group: EngineGroup) -> Attached:
+    """Has a front end introduced to rank 0; the answer comes from the engine core, by the head."""
+    context = make_context()
+    control = Spoke(context, group.addresses.control_address)
+    decoder = msgspec.msgpack.Decoder(Welcome | EngineProgress | Attached)
+    try:
+        token = group.addresses.session_token
+        control.send(msgspec.msgpack.encode(Join(PROTOCOL_VERSION, __version__, token, 7, os.getpid())))
+        control.send(msgspec.msgpack.encode(Attach(0, group.engines[0].incarnation, 5, "nowhere", "nowhere")))
+        deadline = time.monotonic() + BOUND
+        while time.monotonic() < deadline:
+            control.wait([], BOUND)
+            message = decoder.decode((control.receive() or [b""])[0])
+            if isinstance(message, Attached):
+                return message
+        raise AssertionError("the engine core does not answer")
+    finally:
+        control.close()
+        context.term()
+
+
 def test_a_link_that_is_cut_for_less_than_the_patience(site: Site, link: FakeLink) -> None:
     site.node("one")
     with launch_engines(site.config()) as group:
@@ -355,6 +376,7 @@ def test_connections_that_are_reset_are_made_again(site: Site, link: FakeLink) -
             with pytest.raises(TimeoutError):
                 group.wait_for(EngineState.RESTARTING, timeout=PATIENCE)
         assert group.engines == [status]
+        assert answer_of_engine(group)
         os.kill(status.pid or 0, signal.SIGKILL)
         link.reset()  # what the node has to say of it is said again
         assert wait_for(group, EngineState.READY, 1).node == "one"
