@@ -241,9 +241,9 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             random one, which whoever starts the nodes must bring to them.
         heartbeat_interval: seconds between two signs of life on a connection on which nothing else travels.
         patience: seconds that a node may be silent before the head gives up its engine cores, and that the head may be
-            before the node ends them. At most 60. A connection on which nothing comes is closed after twice that, and a second:
-            after a cut the system waits for about as long again before it sends anew. An array that takes longer than
-            that to travel counts as nothing.
+            before the node ends them. At most 60. A connection on which nothing comes is closed after twice that, and a
+            second: after a cut the system waits for about as long again before it sends anew. To send an array must
+            not take longer than that.
         local_ranks: how many ranks, the first ones, run on the head's own host. The others wait for a node.
     """
 
