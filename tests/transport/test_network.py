@@ -203,6 +203,13 @@ def test_a_configuration_that_cannot_work(wrong: dict[str, Any], message: str) -
         NetworkConfig(**{"listen": "lo"} | wrong)
 
 
+def test_what_the_other_end_is_told_of_patience_is_not_too_much_for_it(ours: KeyedContext) -> None:
+    """It counts in milliseconds of 16 bits, and would take 121 s for 56."""
+    pull = ours.socket(zmq.PULL)
+    bind_tcp(pull, NetworkConfig(listen="lo", patience=60.0))
+    assert [pull.getsockopt(one) for one in (zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL)] == [121_000, 65_000]
+
+
 def test_sockets_have_the_options(ours: KeyedContext, eventually: Callable[..., Any]) -> None:
     network = NetworkConfig(listen="lo", heartbeat_interval=0.5, patience=3.0)
     pull = ours.socket(zmq.PULL)

@@ -26,6 +26,8 @@ _OWN_PATIENCE = 60.0
 # After a cut the system waits for about as long again before it sends anew what was lost: a connection outlives a
 # silence that is less than the patience only if it is kept for twice that, and this, seconds.
 _RETRY = 1.0
+# More cannot be told to the other end, which counts in milliseconds of 16 bits; seconds.
+_LONGEST_TTL = 65.0
 # A SYN that is lost is sent again by the system after 1, 3, 7 s and so on; ZeroMQ tries anew, milliseconds.
 _CONNECT_TIMEOUT_MS = 3000
 _RECONNECT_MS = 100
@@ -136,7 +138,7 @@ def _bind(
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # with nobody to ask, nobody is let in
     socket.setsockopt(zmq.IPV6, int(":" in host))
     kept = 2 * network.patience + _RETRY
-    socket.setsockopt(zmq.HEARTBEAT_TTL, int(kept * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TTL, int(min(kept, _LONGEST_TTL) * 1000))
     _set_common(socket, network.heartbeat_interval, kept)
     watch = guard.watch(socket, _HANDSHAKE + _SLACK, one_peer_within)
     ports = (port,) if port is not None else network.port_range
