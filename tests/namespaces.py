@@ -24,7 +24,7 @@ _TUN = "/dev/net/tun"
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
-_DEVICE = "link0"
+DEVICE = "link0"
 _count = itertools.count()
 
 
@@ -114,9 +114,9 @@ class Network:
                 device = _device_of(fds[-1])
                 _move(device, side.name)
                 prefix = "64" if ipv6 else "24"
-                _ip("-n", side.name, "link", "set", device, "name", _DEVICE)
-                _ip("-n", side.name, "address", "add", f"{side.address}/{prefix}", "dev", _DEVICE, *["nodad"] * ipv6)
-                _ip("-n", side.name, "link", "set", _DEVICE, "mtu", str(mtu), "up")
+                _ip("-n", side.name, "link", "set", device, "name", DEVICE)
+                _ip("-n", side.name, "address", "add", f"{side.address}/{prefix}", "dev", DEVICE, *["nodad"] * ipv6)
+                _ip("-n", side.name, "link", "set", DEVICE, "mtu", str(mtu), "up")
                 _ip("-n", side.name, "link", "set", "lo", "up")
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.settimeout(10)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -299,3 +301,263 @@ def test_a_longer_cut_ends_the_epoch(network: Network, token: Path, in_flight_po
                 assert llm.client.stats()["dropped"] == {}
 
         run(main())
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_a_link_that_is_cut_in_one_direction(network: Network, token: Path, way: str) -> None:
+    """Either side loses the other, and neither goes on."""
+    with running_group(network, token, in_flight="resume") as (group, node):
+
+        async def main() -> None:
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                streams = [Stream(llm, 3000) for _ in range(32)]
+                await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
+                far = psutil.Process(pid_of(llm, 1))
+                network.cut(way)
+                await until(lambda: group.engines[1].state is EngineState.RESTARTING, NOTICED)
+                # Who hears the other still, does so until that has lost its patience.
+                await until(lambda: not far.is_running(), PATIENCE + NOTICED)
+                await ended(streams, 60)
+                assert not any(stream.error for stream in streams)
+                network.heal()
+                await serves_again(llm, group, group.engines[1].incarnation or 1)
+                assert [(one["name"], one["taken"]) for one in group.stats()["nodes"]] == [("far", 1)]
+                assert engine_cores(node) == [pid_of(llm, 1)]
+                assert llm.client.stats()["dropped"] == {}
+
+        run(main())
+
+
+# --- nodes that die or are stopped -----------------------------------------------------------------------------------
+
+
+def engine_cores(node: subprocess.Popen[bytes]) -> list[int]:
+    """Process ids of those that a node runs."""
+    family = psutil.Process(node.pid).children(recursive=True)
+    return [one.pid for one in family if one.cmdline()[1:] == ["-P", "-m", "outboard.engine"]]
+
+
+def test_a_node_that_is_killed(network: Network, token: Path) -> None:
+    with running_group(network, token, in_flight="resume") as (group, node):
+
+        async def main() -> None:
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                streams = [Stream(llm, 3000) for _ in range(32)]
+                await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
+                far = psutil.Process(pid_of(llm, 1))
+                node.kill()
+                await until(lambda: not far.is_running(), 5)  # by its warden
+                await until(lambda: group.engines[1].state is EngineState.RESTARTING, NOTICED)
+                assert "far" in group.engines[1].death.reason
+                await ended(streams, 60)
+                assert not any(stream.error for stream in streams)
+                with joined_node(network, token):
+                    await serves_again(llm, group)
+                    await llm.shutdown()
+                    await asyncio.to_thread(group.shutdown)
+
+        run(main())
+
+
+def test_a_node_that_is_stopped_for_less_than_the_patience(network: Network, token: Path) -> None:
+    with running_group(network, token) as (group, node):
+
+        async def main() -> None:
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                streams = [Stream(llm, 2000) for _ in range(32)]
+                await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
+                node.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(0.5 * PATIENCE)
+                node.send_signal(signal.SIGCONT)
+                await ended(streams, 60)
+                assert not any(stream.error for stream in streams)
+                assert max(stream.longest_gap for stream in streams) < 0.5 * PATIENCE  # the engine core went on
+            assert [engine.incarnation for engine in group.engines] == [0, 0]
+
+        run(main())
+
+
+def test_a_node_that_is_stopped_for_longer(network: Network, token: Path) -> None:
+    """Its engine core goes on, and answers to nobody; meanwhile its rank runs elsewhere."""
+    with running_group(network, token, in_flight="resume") as (group, node), joined_node(network, token, "spare"):
+
+        async def main() -> None:
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                await until(lambda: len(group.stats()["nodes"]) == 2, 20)
+                assert group.engines[1].node == "far"
+                streams = [Stream(llm, 5000) for _ in range(32)]
+                await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
+                far = psutil.Process(pid_of(llm, 1))
+                node.send_signal(signal.SIGSTOP)
+                await until(lambda: group.engines[1].state is EngineState.RESTARTING, NOTICED)
+                await until(lambda: group.engines[1].state is EngineState.READY, BACK)
+                assert group.engines[1].node == "spare"
+                assert far.is_running()
+                more = [Stream(llm, 500, rank=1) for _ in range(8)]
+                await asyncio.sleep(0.2)
+                node.send_signal(signal.SIGCONT)
+                await until(lambda: not far.is_running(), 10)
+                await ended([*streams, *more], 60)
+                assert not any(stream.error for stream in streams + more)
+                await until(lambda: len(group.stats()["nodes"]) == 2, BACK)  # it has joined again
+                assert group.engines[1].incarnation == 1
+                assert engine_cores(node) == []
+                assert llm.client.stats()["dropped"] == {}
+
+        run(main())
+
+
+# --- strangers -------------------------------------------------------------------------------------------------------
+
+
+def listening_ports(network: Network) -> set[int]:
+    """Ports at which this process, in the near namespace, can be reached over the link."""
+    found = set()
+    for line in Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]:
+        local, _, state = line.split()[1:4]
+        if state == "0A":
+            found.add(int(local.split(":")[1], 16))
+    return found
+
+
+def test_strangers_under_load(network: Network, token: Path, short_tmp: Path) -> None:
+    with running_group(network, token) as (group, _):
+
+        async def main() -> None:
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                streams = [Stream(llm, 4000) for _ in range(32)]
+                await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
+                assert group.stats()["refused"] == llm.client.stats()["refused"] == {"wrong key": 0, "no handshake": 0}
+                ports = listening_ports(network)
+                assert PORT in ports
+                assert len(ports) == 4  # for nodes, for control, and two for the data of rank 1
+                command = [sys.executable, str(Path(__file__).with_name("strangers_program.py")), network.near.address]
+                command += [group.addresses.keys.server_public, *map(str, sorted(ports))]
+                with network.far.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as strangers:
+                    made = int(await asyncio.to_thread(strangers.stdout.readline))
+                    assert made == 13 * len(ports)
+
+                    def refused(reason: str) -> int:
+                        return group.stats()["refused"][reason] + llm.client.stats()["refused"][reason]
+
+                    # Those with half a handshake are closed after 10 s.
+                    await until(lambda: refused("wrong key") + refused("no handshake") == made, 30)
+                    # At the port where nodes join even the server's key is another one.
+                    assert refused("wrong key") == len(ports) - 1
+                    strangers.stdin.close()
+                await ended(streams, 60)
+                assert not any(stream.error for stream in streams)
+                assert max(stream.longest_gap for stream in streams) < 1.5
+                assert llm.client.stats()["dropped"] == group.stats()["dropped"] == {}
+            assert [engine.incarnation for engine in group.engines] == [0, 0]
+
+        run(main())
+
+
+def test_a_node_with_another_token_does_not_join(network: Network, token: Path, short_tmp: Path) -> None:
+    other = short_tmp / "other"
+    new_token_file(other)
+    with running_group(network, token) as (group, _), joined_node(network, other, "stranger") as stranger:
+
+        async def main() -> None:
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                streams = [Stream(llm, 1000) for _ in range(32)]
+                await until(lambda: group.stats()["refused"]["no handshake"] >= 2, 20)
+                await ended(streams, 60)
+                assert not any(stream.error for stream in streams)
+            assert [one["name"] for one in group.stats()["nodes"]] == ["far"]
+            assert stranger.poll() is None  # it tries on
+
+        run(main())
+    other.unlink()
+
+
+# --- what can be seen of it ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def tcpdump(network: Network, path: Path) -> Iterator[bool]:
+    """Captures what the far side sees, where tcpdump is installed; whether it is."""
+    if shutil.which("tcpdump") is None:
+        yield False
+        return
+    command = ["tcpdump", "-i", namespaces.DEVICE, "-U", "-Z", "root", "-w", str(path)]
+    with network.far.popen(command, stderr=subprocess.PIPE) as capture:
+        assert b"listening on" in capture.stderr.readline()
+        yield True
+        capture.terminate()
+
+
+def test_a_capture_of_the_link_shows_nothing(network: Network, token: Path, short_tmp: Path) -> None:
+    captures = [short_tmp / "relay.pcap", short_tmp / "tcpdump.pcap"]
+    network.record(captures[0])
+    with tcpdump(network, captures[1]) as installed, running_group(network, token) as (group, _):
+
+        async def main() -> None:
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                for _ in range(20):  # a text that is parted between two packets is not found
+                    params = SamplingParams(max_tokens=60, output_kind="final_only")
+                    async for output in llm.generate("the moon is made of cheese", params, data_parallel_rank=1):
+                        assert output.outputs[0].text.startswith("abcdefghijklm")
+                    echo = llm.client.call_utility_async("echo", "a well kept secret", rank=1)
+                    assert await echo == "a well kept secret"
+                    sent = np.full(50, 0x12345678, dtype=np.int64)
+                    [output] = [output async for output in llm.generate(inputs=sent, data_parallel_rank=1)]
+
+        run(main())
+        addresses = group.addresses
+        secret = token.read_text().strip()
+        assert addresses.keys is not None
+        hidden = {
+            "prompt": b"moon is made",
+            "prompt's token ids": np.frombuffer(b"moon is made", dtype=np.uint8).astype(np.int32).tobytes(),
+            "prompt's token ids, packed": b"made of cheese",
+            "tokens": b"abcdefghijklm",
+            "argument of a call": b"well kept",
+            "array": np.full(3, 0x12345678, dtype=np.int64).tobytes(),
+            "session token": addresses.session_token.encode(),
+            "secret of the token file": secret.encode(),
+            "same, as bytes": bytes.fromhex(secret),
+            "key of peers": addresses.keys.client_secret.encode(),
+            "engine": b"MixedEngine",
+        }
+        with socket.create_server((network.near.address, 0)) as server:  # what can be seen of what is not encrypted
+            script = (
+                "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2]))).sendall(b'in clear')"
+            )
+            command = [sys.executable, "-c", script, network.near.address, str(server.getsockname()[1])]
+            with network.far.popen(command), server.accept()[0] as visitor:
+                assert visitor.recv(100) == b"in clear"
+    network.counts()
+    for path in captures[: 1 + installed]:
+        seen = path.read_bytes()
+        path.unlink()
+        assert b"in clear" in seen
+        assert b"CURVE" in seen
+        assert len(seen) > 50_000
+        assert [what for what, pattern in hidden.items() if pattern in seen] == []
+
+
+# --- as long as the issue says ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cut_of_a_minute(network: Network, token: Path) -> None:
+    with running_group(network, token, in_flight="resume", patience=10.0) as (group, _):
+
+        async def main() -> None:
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                streams = [Stream(llm, 20_000) for _ in range(32)]
+                await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
+                far = psutil.Process(pid_of(llm, 1))
+                network.cut()
+                healed = asyncio.get_running_loop().call_later(60, network.heal)
+                await until(lambda: group.engines[1].state is EngineState.RESTARTING, 15)
+                await until(lambda: not far.is_running(), 5)
+                await ended(streams, 120)
+                assert not any(stream.error for stream in streams)
+                await until(lambda: time.monotonic() > 0 and healed.when() < asyncio.get_running_loop().time(), 70)
+                await serves_again(llm, group)
+
+        run(main(), 250)
