@@ -59,7 +59,8 @@ def network(nothing_left: None, request: pytest.FixtureRequest) -> Iterator[Netw
     """The link, with 5 ms of delay and 1 % of loss; this thread is in the near namespace."""
     if why_not():
         pytest.skip(why_not())
-    with Network(delay=0.005, loss=0.01, **getattr(request, "param", {})) as network, network.near.entered():
+    options = {"delay": 0.005, "loss": 0.01, **getattr(request, "param", {})}
+    with Network(**options) as network, network.near.entered():
         yield network
 
 
@@ -81,7 +82,9 @@ def config(network: Network, token: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(
         engine=MixedEngine,
         options={"step_ms": 2.0, **changes.pop("options", {})},
-        parallel=ParallelConfig(data_parallel_size=2, policy="round_robin"),
+        parallel=ParallelConfig(
+            data_parallel_size=2, policy="round_robin", client_count=changes.pop("client_count", 1)
+        ),
         faults=faults,
         network=NetworkConfig(
             listen=network.near.address,
@@ -420,8 +423,9 @@ def listening_ports(network: Network) -> set[int]:
     return found
 
 
-def test_strangers_under_load(network: Network, token: Path, short_tmp: Path) -> None:
-    with running_group(network, token) as (group, _):
+@pytest.mark.parametrize("network", [{"loss": 0.0}], indirect=True, ids=["no loss"])  # each visitor comes to be one
+def test_strangers_under_load(network: Network, token: Path) -> None:
+    with running_group(network, token, client_count=2) as (group, _):  # so there is a coordinator, too
 
         async def main() -> None:
             async with AsyncLLM(addresses=group.addresses) as llm:
@@ -430,10 +434,10 @@ def test_strangers_under_load(network: Network, token: Path, short_tmp: Path) ->
                 assert group.stats()["refused"] == llm.client.stats()["refused"] == {"wrong key": 0, "no handshake": 0}
                 ports = listening_ports(network)
                 assert PORT in ports
-                assert len(ports) == 4  # for nodes, for control, and two for the data of rank 1
+                assert len(ports) == 5  # for nodes, control, the coordinator, and two for the data of rank 1
                 command = [sys.executable, str(Path(__file__).with_name("strangers_program.py")), network.near.address]
                 command += [group.addresses.keys.server_public, *map(str, sorted(ports))]
-                with network.far.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as strangers:
+                with program(network, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as strangers:
                     made = int(await asyncio.to_thread(strangers.stdout.readline))
                     assert made == 13 * len(ports)
 
@@ -442,9 +446,9 @@ def test_strangers_under_load(network: Network, token: Path, short_tmp: Path) ->
 
                     # Those with half a handshake are closed after 10 s.
                     await until(lambda: refused("wrong key") + refused("no handshake") == made, 30)
-                    # At the port where nodes join even the server's key is another one.
-                    assert refused("wrong key") == len(ports) - 1
-                    strangers.stdin.close()
+                    # At the port where nodes join even the server's key is another one; that for outputs may notice
+                    # first that it has nothing to do with a DEALER.
+                    assert len(ports) - 2 <= refused("wrong key") <= len(ports) - 1
                 await ended(streams, 60)
                 assert not any(stream.error for stream in streams)
                 assert max(stream.longest_gap for stream in streams) < 1.5
@@ -476,16 +480,25 @@ def test_a_node_with_another_token_does_not_join(network: Network, token: Path, 
 
 
 @contextmanager
+def program(network: Network, command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A program in the far namespace, which is killed in the end."""
+    with network.far.popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
 def tcpdump(network: Network, path: Path) -> Iterator[bool]:
     """Captures what the far side sees, where tcpdump is installed; whether it is."""
     if shutil.which("tcpdump") is None:
         yield False
         return
     command = ["tcpdump", "-i", namespaces.DEVICE, "-U", "-Z", "root", "-w", str(path)]
-    with network.far.popen(command, stderr=subprocess.PIPE) as capture:
+    with program(network, command, stderr=subprocess.PIPE) as capture:
         assert b"listening on" in capture.stderr.readline()
-        yield True
-        capture.terminate()
+        yield True  # each packet is written at once
 
 
 def test_a_capture_of_the_link_shows_nothing(network: Network, token: Path, short_tmp: Path) -> None:

@@ -32,7 +32,9 @@ server.on_request(RequestRecord(request_id="a", path=path, status=429, error="to
 server.on_request(RequestRecord(request_id="b", path=path, status=503, error="engine_dead", prompts=1))
 server.on_request(RequestRecord(request_id="c", path=path, status=200, finish_reasons=["stop"], completion_tokens=2,
                                 time_to_first_token=0.1, queue_time=0.1))
-write_report(report, ServerReport(model="mock", engines=[EngineReport(rank=0, state="ready", pid=1, last_step_age=0)]))
+server.tell_refused({"wrong key": 1})
+engines = [EngineReport(rank=0, state="ready", pid=1, last_step_age=0)]
+write_report(report, ServerReport(model="mock", engines=engines, refused={"wrong key": 1}))
 sys.stdout.buffer.write(render(metrics, report))
 """
 NAME = re.compile(r"outboard:\w+")

@@ -31,7 +31,9 @@ _ENGINES = [
 
 
 def _report() -> ServerReport:
-    return ServerReport(model="m", engines=_ENGINES, api_processes=[1, 2], api_restarts=3, waiting=5)
+    return ServerReport(
+        model="m", engines=_ENGINES, api_processes=[1, 2], api_restarts=3, waiting=5, refused={"wrong key": 7}
+    )
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -60,14 +62,13 @@ def _samples() -> dict[tuple[str, str, str], float]:
     registry = CollectorRegistry()
     registry.register(EnginesCollector(_report(), "outboard:"))
     page = generate_latest(registry).decode()
-    return {
-        (sample.name.removeprefix("outboard:"), sample.labels.get("engine", ""), sample.labels.get("state", "")): (
-            sample.value
-        )
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.labels.get("model_name", "m") == "m"
-    }
+    found = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            engine, kind = (sample.labels.get(one, "") for one in ("engine", "state"))
+            assert sample.labels.get("model_name", "m") == "m"
+            found[sample.name.removeprefix("outboard:"), engine, kind or sample.labels.get("reason", "")] = sample.value
+    return found
 
 
 def test_metrics_of_each_engine_core() -> None:
@@ -100,4 +101,5 @@ def test_metrics_of_the_server() -> None:
     assert samples["api_processes", "", ""] == 2
     assert samples["num_requests_without_token", "", ""] == 5
     assert samples["api_restarts_total", "", ""] == 3
+    assert samples["head_connections_refused_total", "", "wrong key"] == 7
     assert 0 <= samples["report_age_seconds", "", ""] < 5

@@ -27,6 +27,8 @@ for record in msgspec.json.decode(sys.stdin.buffer.read(), type=list[RequestReco
     metrics.on_request(record)
 for so_far in (0, 5, 5, 12):
     metrics.tell_tokens(so_far)
+for so_far in (0, 2, 2, 5):
+    metrics.tell_refused({"wrong key": 0, "no handshake": so_far})
 """
 _GOOD: dict[str, Any] = {
     "request_id": "r",
@@ -80,6 +82,7 @@ def test_counts_of_all_processes_add_up(page: bytes) -> None:
     assert samples["http_requests_total", "/v1/completions", "429"] == 1
     assert samples["requests_refused_total", "too_many_waiting"] == 1
     assert samples["requests_failed_total", "engine_dead"] == 1
+    assert samples["connections_refused_total", "no handshake"] == 10  # 5 of each, told bit by bit
     assert samples["request_success_total", "stop"] == samples["request_success_total", "length"] == 2
     assert samples["prompt_tokens_total",] == 6
     assert samples["prefix_cache_hits_total",] == 4

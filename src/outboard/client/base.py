@@ -341,15 +341,23 @@ class MPClient(EngineCoreClient):
 
     def stats(self) -> dict[str, Any]:
         """Counters: messages received, messages dropped by reason, requests and utility calls in flight, messages held
-        in outboxes."""
+        in outboxes.
+
+        Where there is a network, also connections of strangers that were turned away, by reason: "wrong key", or "no
+        handshake" (scans of ports, junk, other protocols; half a handshake counts once its time is over, 10 s). A
+        client that started the engine cores has those to the launcher's ports among them.
+        """
         counters = self._membership.counters
-        return {
+        stats = {
             "received": counters.received,
             "dropped": dict(counters.dropped),
             "requests": len(self._pending.request_ids),
             "utility_calls": len(self._pending.utility_results),
             "outbox": sum(len(link.outbox) for link in self._membership.links.values()),
         }
+        if self.addresses.network is not None:
+            stats["refused"] = self._resources.refused
+        return stats
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stops the engine cores, if they are this client's, and frees everything: processes, sockets, files.

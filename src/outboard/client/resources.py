@@ -9,10 +9,12 @@ from __future__ import annotations
 import _thread
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable
 
 from outboard.client.membership import Membership
 from outboard.launch.group import EngineGroup
+from outboard.transport.curve import refused_by
 from outboard.transport.sockets import ZmqContext
 
 __all__ = ["Resources"]
@@ -41,6 +43,14 @@ class Resources:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.stop_tasks: Callable[[], None] | None = None
         self.stop_thread: Callable[[Callable[[], None]], None] | None = None
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections of strangers were turned away, by reason."""
+        counts = Counter(refused_by(self._context))
+        if self.group is not None:
+            counts.update(self.group.refused)
+        return dict(counts)
 
     def give_up(self) -> None:
         """Nothing more is wanted of the engine cores: those of our own are killed. Does not block."""

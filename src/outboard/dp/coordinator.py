@@ -22,9 +22,9 @@ from outboard.dp.wave_coordinator import ToRank, WaveCoordinator
 from outboard.dp.waves import FirstRequest, RankReport
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder
-from outboard.protocol.control import Acknowledge, CoordinatorReady, Members
+from outboard.protocol.control import Acknowledge, CoordinatorReady, CoordinatorRefused, Members
 from outboard.protocol.environment import CoordinatorEnvironment
-from outboard.transport.curve import SessionKeys
+from outboard.transport.curve import SessionKeys, refused_by
 from outboard.transport.sockets import ControlServer, make_context
 from outboard.transport.spoke import Spoke
 
@@ -38,6 +38,8 @@ _Message = (
 
 # Messages held for a front end that does not read; each publication is complete, so losing some costs nothing.
 _HIGH_WATER_MARK = 1000
+# How often at least to tell how many strangers were turned away, seconds.
+_TELL_INTERVAL = 1.0
 # Messages taken before something is published.
 _MAX_MESSAGES = 256
 
@@ -215,8 +217,13 @@ def main() -> None:
     coordinator = DPCoordinator(socket, who.session_token, who.incarnation, launcher=launcher)
     ready = CoordinatorReady(who.session_token, who.incarnation, os.getpid(), socket.tcp_address)
     launcher.send(msgspec.msgpack.encode(ready))
+    told: dict[str, int] = {}
     while True:
-        coordinator.turn()
+        coordinator.turn(None if network is None else _TELL_INTERVAL)
+        refused = refused_by(context)
+        if any(refused.values()) and refused != told:
+            told = refused
+            launcher.send(msgspec.msgpack.encode(CoordinatorRefused(who.session_token, who.incarnation, refused)))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 
 import msgspec
 
 from outboard.config import NetworkConfig
 from outboard.errors import EngineStartupError
 from outboard.launch.process import EngineProcess, describe_exit
-from outboard.protocol.control import CoordinatorAt, CoordinatorReady
+from outboard.protocol.control import CoordinatorAt, CoordinatorReady, CoordinatorRefused
 from outboard.protocol.environment import CoordinatorEnvironment
 from outboard.transport.curve import SessionKeys
 from outboard.transport.session import SessionDirectory
@@ -44,6 +45,7 @@ class CoordinatorKeeper:
         process: it; None before the first, and between two.
         place: where it can be reached; None: nowhere now.
         far_place: the same for ranks on other hosts.
+        refused: how many connections of strangers all incarnations have turned away, by reason.
         due: when to call `tick`; None: nothing is due.
         failure: why there is none, and will be none.
     """
@@ -63,6 +65,8 @@ class CoordinatorKeeper:
         self._pause = 0.0
         self._failures = 0
         self._stopping = False
+        self._refused_before: Counter[str] = Counter()  # by earlier incarnations
+        self.refused: Counter[str] = Counter()
         self.incarnation = -1
         self.process: EngineProcess | None = None
         self.place: CoordinatorAt | None = None
@@ -115,10 +119,16 @@ class CoordinatorKeeper:
             self.far_place = CoordinatorAt(self.incarnation, message.tcp_address)
         return self.place
 
+    def told(self, message: CoordinatorRefused) -> None:
+        """It says how many it has turned away."""
+        if message.incarnation == self.incarnation:
+            self.refused = self._refused_before + Counter(message.refused)
+
     def exited(self, now: float) -> None:
         """The process has ended, and all that belongs to it."""
         process, self.process, self.place, self.far_place = self.process, None, None, None
         assert process is not None  # its sentinel told
+        self._refused_before = self.refused
         self.due = None
         if not self._stopping:
             self._failed(now, describe_exit(process.poll()) + "\n" + process.report.read_stderr_tail())

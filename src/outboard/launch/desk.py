@@ -30,6 +30,7 @@ from outboard.protocol.control import (
     ClientAttached,
     CommitScale,
     CoordinatorReady,
+    CoordinatorRefused,
     DetachClient,
     Drained,
     EngineDeath,
@@ -69,6 +70,7 @@ _Message = (
     | ReportProgress
     | KillEngine
     | CoordinatorReady
+    | CoordinatorRefused
     | Scale
     | CommitScale
     | AbortScale
@@ -132,6 +134,7 @@ class ControlDesk:
             ReportProgress: self._on_progress,
             KillEngine: self._on_kill,
             CoordinatorReady: self._on_coordinator_ready,
+            CoordinatorRefused: self._on_coordinator_refused,
         }
 
     # --- for any thread ---
@@ -416,6 +419,12 @@ class ControlDesk:
                 self._control.send(front_end.peer, self._encode(place))
             for rank in self._ranks:
                 self._introduce(rank)
+
+    def _on_coordinator_refused(self, sender: bytes, message: CoordinatorRefused) -> None:
+        if message.session_token != self._token:
+            self._drop("stranger", "CoordinatorRefused with another token than this session's")
+        else:
+            self._coordinator.told(message)
 
     def _introduce(self, rank: EngineRank) -> None:
         """Tells an engine core that is ready where the coordinator is; one of a lockstep group, once all are ready."""

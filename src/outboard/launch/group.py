@@ -179,10 +179,17 @@ class EngineGroup:
         self._launcher.scale(order)
         order.done.result()
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections of strangers to the launcher's ports, and the coordinator's, were turned away."""
+        return self._launcher.refused
+
     def stats(self) -> dict[str, Any]:
         """Counters: messages dropped by reason; by client index the last state that each front end has acknowledged.
 
-        And the coordinator's process id and incarnation, where there is one; and the nodes that have joined.
+        And the coordinator's process id and incarnation, where there is one. Where there is a network: the nodes that
+        have joined, messages of nodes that were dropped, and connections of strangers that were turned away, by reason
+        (see `MPClient.stats`).
         """
         desk = self._launcher.desk
         acknowledged = {one.client_index: one.acknowledged for one in desk.front_ends}
@@ -193,6 +200,8 @@ class EngineGroup:
                 {"name": room.name, "places": room.places, "taken": room.taken, "leaving": room.leaving}
                 for room in self._nodes.rooms()
             ]
+            stats["nodes_dropped"] = dict(self._nodes.dropped)
+            stats["refused"] = self.refused
         return stats
 
     def shutdown(self, timeout: float | None = None) -> None:

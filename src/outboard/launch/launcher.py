@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -28,7 +29,7 @@ from outboard.launch.startup import InitMaker, StartCancelled
 from outboard.launch.thread_signals import leave_signals_to_main
 from outboard.protocol.control import EngineState
 from outboard.protocol.nodes import RankProgress
-from outboard.transport.curve import SessionKeys
+from outboard.transport.curve import SessionKeys, refused_by
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, ZmqContext
 
@@ -124,6 +125,15 @@ class Launcher:
             return None
         ready, process = keeper.place is not None, keeper.process
         return {"incarnation": keeper.incarnation, "pid": process.engine_pid if ready and process is not None else None}
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections of strangers were turned away, by reason."""
+        counts = Counter(refused_by(self._context))
+        counts.update(self._coordinator.refused)
+        if self._nodes is not None:
+            counts.update(self._nodes.refused)
+        return dict(counts)
 
     def scale(self, order: ScaleOrder) -> None:
         """Has the number of ranks changed. Does not wait."""

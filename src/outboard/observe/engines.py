@@ -65,6 +65,8 @@ class ServerReport(msgspec.Struct, kw_only=True):
         api_processes: process ids of those that serve.
         api_restarts: how many of them died and were started again.
         waiting: requests that wait for their first token.
+        refused: connections of strangers that the launcher, the coordinator and the supervisor have turned away, by
+            reason; {}: there is no network.
         written: `time.time()` of it.
     """
 
@@ -73,6 +75,7 @@ class ServerReport(msgspec.Struct, kw_only=True):
     api_processes: list[int] = []
     api_restarts: int = 0
     waiting: int = 0
+    refused: dict[str, int] = {}
     written: float = msgspec.field(default_factory=time.time)
 
 
@@ -125,6 +128,12 @@ class EnginesCollector(Collector):
         ):
             yield GaugeMetricFamily(self._prefix + name, what, value=float(value))
         yield CounterMetricFamily(self._prefix + "api_restarts", "API processes that died", value=report.api_restarts)
+        refused = CounterMetricFamily(
+            self._prefix + "head_connections_refused", "Connections of strangers to the head's ports", labels=["reason"]
+        )
+        for reason, count in report.refused.items():
+            refused.add_metric([reason], count)
+        yield refused
 
     def _gauge(self, name: str, what: str, field: str) -> Metric:
         family = GaugeMetricFamily(self._prefix + name, what, labels=_LABELS)

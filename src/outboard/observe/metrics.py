@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -36,6 +37,7 @@ class ServerMetrics:
     def __init__(self, model: str) -> None:
         self._model = model
         self._told = 0
+        self._told_refused: dict[str, int] = {}
         registry = CollectorRegistry()  # its own: pages are made of the files
 
         def counter(name: str, what: str, *labels: str) -> Counter:
@@ -55,6 +57,9 @@ class ServerMetrics:
         self._http = counter("http_requests", "Requests of the API by path and status", "path", "status")
         self._refused = counter("requests_refused", "Requests that were refused, by error code", "reason")
         self._failed = counter("requests_failed", "Requests that ended with an error, by its code", "reason")
+        self._strangers = counter(
+            "connections_refused", "Connections of strangers to ports where engine cores are heard", "reason"
+        )
         self._to_first_token = histogram(
             "time_to_first_token_seconds", "From the request to its first token", _TO_FIRST_TOKEN
         )
@@ -86,6 +91,12 @@ class ServerMetrics:
         """Tokens of completions so far. Called now and then: a count for each token would cost as much as the token."""
         self._generation_tokens.inc(so_far - self._told)
         self._told = so_far
+
+    def tell_refused(self, so_far: Mapping[str, int]) -> None:
+        """Connections of strangers that were turned away so far, by reason. Called now and then."""
+        for reason, count in so_far.items():
+            self._strangers.labels(self._model, reason).inc(count - self._told_refused.get(reason, 0))
+        self._told_refused = dict(so_far)
 
 
 def render(directory: Path, report: Path) -> bytes:

@@ -42,6 +42,7 @@ __all__ = [
     "CommitScale",
     "CoordinatorAt",
     "CoordinatorReady",
+    "CoordinatorRefused",
     "DetachClient",
     "DrainRank",
     "Drained",
@@ -297,12 +298,20 @@ class DetachClient(msgspec.Struct, array_like=True, tag="detach_client"):
 
 
 class CoordinatorReady(msgspec.Struct, array_like=True, tag="coordinator_ready"):
-    """First and last message of a coordinator: it can be reached, on other hosts at `tcp_address`."""
+    """First message of a coordinator: it can be reached, on other hosts at `tcp_address`."""
 
     session_token: str
     incarnation: int
     pid: int
     tcp_address: str = ""
+
+
+class CoordinatorRefused(msgspec.Struct, array_like=True, tag="coordinator_refused"):
+    """How many connections of strangers this coordinator has turned away so far, by reason."""
+
+    session_token: str
+    incarnation: int
+    refused: dict[str, int]
 
 
 class CoordinatorAt(msgspec.Struct, array_like=True, tag="coordinator_at"):

@@ -79,6 +79,7 @@ class ApiProcess:
 
             async def each_second() -> None:
                 metrics.tell_tokens(service.completion_tokens)
+                metrics.tell_refused(llm.client.stats().get("refused", {}))
 
             server = self._server = HttpServer(
                 ApiApp(service), config.receive_timeout, lambda: channel.send(Serving()), each_second

@@ -236,4 +236,5 @@ class Supervisor:
             api_processes=servers.pids,
             api_restarts=servers.restarts,
             waiting=servers.page.waiting,
+            refused=self._client.stats().get("refused", {}),
         )

@@ -22,7 +22,7 @@ from outboard.errors import ConfigError
 if TYPE_CHECKING:
     from outboard.transport.guard import Guard
 
-__all__ = ["CURVE_BYTES", "DOMAIN", "KeyedContext", "SessionKeys", "new_token_file", "read_token_file"]
+__all__ = ["CURVE_BYTES", "DOMAIN", "KeyedContext", "SessionKeys", "new_token_file", "read_token_file", "refused_by"]
 
 # Of ZAP: which sockets a question is about; the same for all.
 DOMAIN = b"outboard"
@@ -131,6 +131,11 @@ class KeyedContext(zmq.Context["zmq.Socket[bytes]"]):
         such as a scan of ports, a browser, a peer that does not encrypt, or encrypts for another listener.
         """
         return {"wrong key": 0, "no handshake": 0} if self._guard is None else self._guard.refused()
+
+
+def refused_by(context: zmq.Context[Any]) -> dict[str, int]:
+    """See `KeyedContext.refused`; {}: it has no keys."""
+    return context.refused if isinstance(context, KeyedContext) else {}
 
 
 def new_token_file(path: str | os.PathLike[str]) -> None:
