@@ -309,12 +309,12 @@ def test_a_node_that_leaves_gets_no_ranks_and_is_named_as_the_cause(head: Head) 
     process = head.desk.start("n1", 0, 0, {})
     wanted = head.desk.start("n1", 1, 0, {})
     wanted.terminate()
-    head.hear(b"n1", NodeLeaves("n1", False))
+    head.hear(b"n1", NodeLeaves("n1", "is being stopped", False))
     assert head.desk.rooms()[0].free == 0
     head.hear(b"n1", RankExited(0, 0, 8, 0), RankExited(1, 0, 9, 0))
     assert reason(process).endswith("died while running: its node name-n1 is being stopped.")
     assert reason(wanted, "stopping").endswith("died while stopping: exit code 0.")
-    head.hear(b"n1", NodeLeaves("n1", True))
+    head.hear(b"n1", NodeLeaves("n1", "is being stopped", True))
     assert head.desk.rooms() == []
     for one in (process, wanted):
         one.close()

@@ -208,15 +208,13 @@ def main() -> None:
     """Runs until it is killed: by its launcher, or by its warden once that is gone."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     who = CoordinatorEnvironment.take_from(os.environ)
-    keys = msgspec.json.decode(who.keys, type=SessionKeys) if who.keys else None
     network = msgspec.json.decode(who.network, type=NetworkConfig) if who.network else None
-    context = make_context(keys)
-    socket = ControlServer(context, who.coordinator_address, high_water_mark=_HIGH_WATER_MARK, network=network)
+    context = make_context(msgspec.json.decode(who.keys, type=SessionKeys) if who.keys else None)
+    socket = ControlServer(context, who.coordinator_address, _HIGH_WATER_MARK, network)
     launcher = Spoke(context, who.control_address)
     coordinator = DPCoordinator(socket, who.session_token, who.incarnation, launcher=launcher)
-    launcher.send(
-        msgspec.msgpack.encode(CoordinatorReady(who.session_token, who.incarnation, os.getpid(), socket.tcp_address))
-    )
+    ready = CoordinatorReady(who.session_token, who.incarnation, os.getpid(), socket.tcp_address)
+    launcher.send(msgspec.msgpack.encode(ready))
     while True:
         coordinator.turn()
 

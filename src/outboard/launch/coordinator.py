@@ -37,13 +37,13 @@ class CoordinatorKeeper:
     Args:
         session: directory and token.
         control_address: where the coordinator finds the launcher.
-        network, keys: by which engine cores on other hosts reach it; None: there are none.
+        network, keys: for ranks on other hosts; None: there are none.
 
     Attributes:
         incarnation: of the coordinator that runs, or ran last.
         process: it; None before the first, and between two.
-        place: where it can be reached on this host; None: nowhere now.
-        far_place: where it can be reached from others.
+        place: where it can be reached; None: nowhere now.
+        far_place: the same for ranks on other hosts.
         due: when to call `tick`; None: nothing is due.
         failure: why there is none, and will be none.
     """
@@ -55,9 +55,9 @@ class CoordinatorKeeper:
         network: NetworkConfig | None = None,
         keys: SessionKeys | None = None,
     ) -> None:
-        self._network = msgspec.json.encode(network).decode() if network is not None else ""
-        self._keys = msgspec.json.encode(keys).decode() if keys is not None else ""
         self._session = session
+        self._network = _encode(network)
+        self._keys = _encode(keys)
         self._control_address = control_address
         self._started_at = 0.0
         self._pause = 0.0
@@ -85,8 +85,8 @@ class CoordinatorKeeper:
             self._session.token,
             self._address(self.incarnation),
             self.incarnation,
-            self._keys,
             self._network,
+            self._keys,
         )
         command = [sys.executable, "-P", "-m", "outboard.dp.coordinator"]
         try:
@@ -111,7 +111,8 @@ class CoordinatorKeeper:
         self.process.identify(message.pid, message.pid)
         self._failures = 0
         self.place = CoordinatorAt(self.incarnation, self._address(self.incarnation))
-        self.far_place = CoordinatorAt(self.incarnation, message.tcp_address) if message.tcp_address else None
+        if message.tcp_address:
+            self.far_place = CoordinatorAt(self.incarnation, message.tcp_address)
         return self.place
 
     def exited(self, now: float) -> None:
@@ -150,3 +151,7 @@ class CoordinatorKeeper:
 
     def _address(self, incarnation: int) -> str:
         return self._session.address(f"coord-{incarnation}")
+
+
+def _encode(value: NetworkConfig | SessionKeys | None) -> str:
+    return "" if value is None else msgspec.json.encode(value).decode()

@@ -92,7 +92,7 @@ class EngineGroup:
             starter, nodes = make_starter(config, inits, session, address, control.tcp_address, keys)
             if nodes is not None:
                 undo.callback(nodes.close)
-            launcher = Launcher(config, inits, context, session, control, address, starter, keys, nodes, cancel_fd)
+            launcher = Launcher(config, inits, context, session, control, address, starter, nodes, keys, cancel_fd)
             self._launcher, self._nodes = launcher, nodes
             launcher.thread.start()
             undo.pop_all()

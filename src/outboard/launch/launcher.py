@@ -48,9 +48,9 @@ class Launcher:
         inits: say what each rank is to run.
         context, session, control: become the launcher's own; it gives them back at its end.
         control_address: where `control` is bound.
-        keys: of the session's connections to other hosts; None: there are none.
         starter: starts the processes of ranks.
         nodes: those that start some; None: none does. Becomes the launcher's own.
+        keys: of connections to other hosts; None: there are none.
         cancel_fd: a descriptor that becomes readable when start-up is to be given up.
 
     Attributes:
@@ -68,8 +68,8 @@ class Launcher:
         control: ControlServer,
         control_address: str,
         starter: RankStarter,
-        keys: SessionKeys | None = None,
         nodes: NodeDesk | None = None,
+        keys: SessionKeys | None = None,
         cancel_fd: int | None = None,
     ) -> None:
         self._config = config

@@ -276,12 +276,12 @@ class NodeDesk:
         node.silence.heard()
         if isinstance(message, NodeLeaves):
             if not node.leaving:
-                logger.info("node %s is being stopped", node.name)
+                logger.info("node %s %s", node.name, message.reason)
             node.leaving = True
             for process in node.ranks.values():
-                process.node_leaves = True
+                process.node_leaves = message.reason
             if message.over:
-                self._lose(node, "was stopped")
+                self._lose(node, message.reason)
 
     def _on_rank(self, node: _Node, message: RankStarted | RankExited | RankProgress) -> None:
         process = node.ranks.get((message.rank, message.incarnation))
@@ -299,7 +299,7 @@ class NodeDesk:
 
     def _lose(self, node: _Node, what: str) -> None:
         del self._nodes[node.node_id]
-        logger.log(logging.WARNING if node.ranks else logging.INFO, "node %s %s", node.name, what)
+        logger.log(logging.WARNING if node.ranks else logging.INFO, "node %s has gone: it %s", node.name, what)
         for process in node.ranks.values():
             process.lose(f"its node {node.name} {what}")
 

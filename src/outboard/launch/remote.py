@@ -36,7 +36,7 @@ class RemoteProcess:
         node: name of the node.
         exited: how it ended, as the node told; None: it has not.
         lost: why nothing more will be heard of it; "": that is not so.
-        node_leaves: whether its node is being stopped, and so ends it.
+        node_leaves: why its node ends it, such as "is being stopped"; "": it does not.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RemoteProcess:
         self.node = node
         self.exited: RankExited | None = None
         self.lost = ""
-        self.node_leaves = False
+        self.node_leaves = ""
         self._rank, self._incarnation = rank, incarnation
         self._env = env
         self._tell = tell
@@ -127,7 +127,7 @@ class RemoteProcess:
         elif self.lost:
             reason = reason or died(known, self.lost, self.node)
         elif self.node_leaves and self._wanted is _Wanted.RUN:
-            reason = reason or died(known, f"its node {self.node} is being stopped", self.node)
+            reason = reason or died(known, f"its node {self.node} {self.node_leaves}", self.node)
         return death_error(cls, reason, known, exited.verdict if exited is not None else "", self.node)
 
     @property

@@ -297,7 +297,7 @@ class DetachClient(msgspec.Struct, array_like=True, tag="detach_client"):
 
 
 class CoordinatorReady(msgspec.Struct, array_like=True, tag="coordinator_ready"):
-    """First and last message of a coordinator: it can be reached; by `tcp_address` from other hosts, if at all."""
+    """First and last message of a coordinator: it can be reached, on other hosts at `tcp_address`."""
 
     session_token: str
     incarnation: int

@@ -59,12 +59,13 @@ class CoordinatorEnvironment(_Environment, frozen=True):
         control_address, session_token: as of an engine core.
         coordinator_address: where to bind.
         incarnation: how often the coordinator has been started before.
-        keys, network: the session's keys and its `NetworkConfig`, as JSON; "": there is no network.
+        network: where to listen for engine cores on other hosts, as JSON; "": nowhere.
+        keys: what encrypts that.
     """
 
     control_address: str
     session_token: str
     coordinator_address: str
     incarnation: int
-    keys: str = ""
     network: str = ""
+    keys: str = ""
