@@ -48,7 +48,7 @@ class UnixInputSender:
         self._socket: socket.socket | None = None
         self._writer: UnixWriter | None = None  # of the socket, while it is written to
         self._waiting: Callable[[], None] | None = None  # to be called when there is room
-        self._watched = False  # whether the loop looks for room
+        self._full = False  # whether the socket took no more; the loop looks for room then
 
     @property
     def tracked(self) -> Sequence[tuple[object, Sequence[Buffer]]]:
@@ -64,7 +64,7 @@ class UnixInputSender:
         self._socket = self._listener.accept()
         if self._socket is None:
             return False
-        self._writer = UnixWriter(self._socket, self._high_water_mark, self._wait_for_room, self._end)
+        self._writer = UnixWriter(self._socket, self._high_water_mark, self._wait_for_room, self._on_gone)
         return True
 
     def attach(self, loop: Loop) -> None:
@@ -72,6 +72,8 @@ class UnixInputSender:
         if self._socket is not None:
             self._loop = loop
             loop.add_reader(self._socket.fileno(), self._on_readable)
+            if self._full:
+                loop.add_writer(self._socket.fileno(), self._on_writable)
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         writer = self._writer
@@ -96,14 +98,16 @@ class UnixInputSender:
         self._listener.close()
 
     def _wait_for_room(self) -> None:
-        if self._loop is not None and self._socket is not None and not self._watched:
-            self._watched = True
+        if self._full or self._writer is None:
+            return
+        self._full = True
+        if self._loop is not None and self._socket is not None:
             self._loop.add_writer(self._socket.fileno(), self._on_writable)
 
     def _on_writable(self) -> None:
         if self._writer is None or not self._writer.flush() or self._loop is None or self._socket is None:
             return
-        self._watched = False
+        self._full = False
         self._loop.remove_writer(self._socket.fileno())
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
@@ -121,6 +125,12 @@ class UnixInputSender:
         except OSError:
             pass
         self._end()
+
+    def _on_gone(self) -> None:
+        """Found while something was sent, maybe in another thread than the loop's: only there it may be closed."""
+        self._writer = None
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon(self._end)
 
     def _end(self) -> None:
         if self._socket is not None:
@@ -155,8 +165,9 @@ class UnixInputReceiver:
     def receive(self) -> Sequence[Buffer] | None:
         messages = self._messages
         message = messages.next()
+        if message is None or not messages.holds:
+            messages.look()  # this is called again only once there is something
         if message is None:
-            messages.look()  # next time it is told of
             return None
         body, aux = message
         return (body[:1], body[1:], *aux)
