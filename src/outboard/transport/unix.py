@@ -237,7 +237,7 @@ class UnixMessages:
 
     def look(self) -> None:
         """The socket may have something again."""
-        self._emptied = False
+        self._emptied = self.ended
 
     def next(self) -> Message | None:
         """The next message; None if it has not all come, or none will. See `Assembler.next`.
@@ -262,6 +262,7 @@ class UnixMessages:
             return None
         except ProtocolError:
             self.ended = self._emptied = True
+            self._assembler = Assembler(0)  # what is left makes no sense, and may take much memory
             raise
         return message
 
