@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ def message(number: int) -> list[Any]:
     return [b"\x00", number.to_bytes(4, "big")]
 
 
-def frames_of(receiver: ZmqInputReceiver, timer: Timer | None = None) -> list[Any]:
+def frames_of(receiver: ZmqInputReceiver, timer: Timer | None = None) -> Sequence[Any]:
     """The next message's frames; retries what is held until there is one."""
     for _ in range(10_000):
         if receiver._socket.poll(1):
