@@ -534,8 +534,7 @@ def test_buffers_live_until_they_have_left_and_no_longer(run: Run, sockets: Sock
         os.kill(client.core_engines[0].pid, signal.SIGSTOP)
         calls = [asyncio.ensure_future(client.call_utility_async("echo", array)) for _ in range(20)]
         await asyncio.sleep(0)
-        assert client.stats()["outbox"] > 0 or len(client.pending_messages) > 0
-        assert (len(client.pending_messages) > 0) == (sockets == "zmq")  # a Unix socket copies what it takes
+        assert len(client.pending_messages) > 0
         del array
         gc.collect()
         assert reference() is not None

@@ -253,6 +253,7 @@ def test_held_buffers_are_the_caller_s_memory_and_arrive_whole(
         outbox.send([*message(number), array.data, b"small", array.data])
     assert len(outbox) == len(arrays) - ROOM
     assert len(sender.tracked) == ROOM
+    assert [frames[1] for _, frames in outbox.in_use] == [number.to_bytes(4, "big") for number in range(len(arrays))]
     for number in range(len(arrays)):
         frames = frames_of(receiver, timer)
         assert [len(frame) for frame in frames] == [1, 4, 100_000, 5, 100_000]

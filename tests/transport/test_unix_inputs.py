@@ -414,9 +414,16 @@ def test_buffers_are_let_go_of_once_they_have_left(run: Run, tight: Wire) -> Non
     async def main() -> None:
         tight.sender.attach(asyncio.get_running_loop())
         assert tight.sender.send([b"\x00", b"body", *(memoryview(buffer) for buffer in buffers)])
+        tight.outbox.send([b"\x00", b"held", memoryview(buffers[0])])
+        begun, held = tight.outbox.in_use
+        assert begun[1][-1] == buffers[1]
+        assert held[1][-1] == buffers[0]
         with pytest.raises(BufferError):
             buffers[1].clear()
-        await tight.take(1)
+        del begun, held
+        await tight.take(2)
+        await turns()
+        assert tight.outbox.in_use == []
 
     run(main())
     for buffer in buffers:

@@ -31,7 +31,10 @@ class InputSender(Protocol):
 
     @property
     def tracked(self) -> Sequence[tuple[object, Sequence[Buffer]]]:
-        """(tracker, frames) of messages whose buffers are still in use, oldest first."""
+        """(tracker, frames) of messages that were taken, and whose buffers are still in use; oldest first.
+
+        The tracker is ZeroMQ's; over a Unix socket None.
+        """
         ...
 
     def accept(self) -> bool:

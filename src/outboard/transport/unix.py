@@ -145,6 +145,11 @@ class UnixWriter:
         self._wait_for_room = wait_for_room
         self._on_gone = on_gone
 
+    @property
+    def unsent(self) -> Sequence[Buffer]:
+        """What is kept of a message that was begun."""
+        return tuple(self._rest)
+
     def writable(self) -> bool:
         """Whether a message would be taken now; cheaper than to encode one and be refused."""
         return self.flush() and bool(self._poll.poll(0))

@@ -52,8 +52,9 @@ class UnixInputSender:
 
     @property
     def tracked(self) -> Sequence[tuple[object, Sequence[Buffer]]]:
-        """Nothing: the socket copies."""
-        return ()
+        """What is left of a message that the socket took in part; the rest it has copied."""
+        unsent = self._writer.unsent if self._writer is not None else ()
+        return ((None, unsent),) if unsent else ()
 
     def accept(self) -> bool:
         """Takes the engine core's connection, which must have been made, and listens no more; False if there is none.
