@@ -740,8 +740,7 @@ def test_what_was_to_be_watched_and_was_closed_first_is_not(blocking: Blocking, 
     def stop() -> None:
         may_go.wait(10)
         tight.sender.stop()
-        while tight_fd not in reused:  # somebody else's now, and always writable
-            reused.append(os.eventfd(0))
+        reused.extend(os.eventfd(0) for _ in range(20))  # its number is somebody else's now, and always writable
         stopped.set()
 
     tight_fd = tight.raw.fileno()
