@@ -445,6 +445,20 @@ def test_the_sync_client_retries_what_a_stopped_engine_did_not_take() -> None:
     client.shutdown()
 
 
+def test_the_sync_client_tells_of_pending_messages_while_its_thread_sends() -> None:
+    """Under the lock, or they would change while they are listed."""
+    client = SyncMPClient("echo")
+    told = threading.Thread(target=lambda: client.pending_messages, daemon=True)
+    with client._lock:
+        told.start()
+        told.join(0.05)
+        assert told.is_alive()
+    told.join(5)
+    assert not told.is_alive()
+    assert client.pending_messages == []
+    client.shutdown()
+
+
 def test_dropping_a_sync_client_ends_thread_and_child() -> None:
     client = SyncMPClient("echo")
     reference = weakref.ref(client)
