@@ -9,7 +9,6 @@ from typing import Any, cast
 import psutil
 
 from outboard.config import Sockets, TransportConfig
-from outboard.transport.zmq_inputs import ZmqInputSender
 
 Run = Callable[[Awaitable[Any]], Any]
 
@@ -20,9 +19,3 @@ SOCKETS = cast(Sockets, os.environ.get("OUTBOARD_TEST_SOCKETS", TransportConfig(
 def children() -> list[psutil.Process]:
     """Living processes that this one has started, at any depth."""
     return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-
-
-def wait_for_peer(sender: ZmqInputSender) -> None:
-    """Waits until the engine core's end has connected, which a ROUTER sends to only then."""
-    assert sender._socket.poll(10_000), "it did not connect in time"
-    assert sender._socket.recv_multipart() == [sender._identity, b""]

@@ -19,7 +19,6 @@ from outboard.config import TransportConfig
 from outboard.transport.outbox import Outbox
 from outboard.transport.sockets import ZmqContext
 from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender
-from support import wait_for_peer
 
 TIGHT = TransportConfig(high_water_mark=2)
 ROOM = 4
@@ -69,7 +68,7 @@ def sender(listen: Callable[..., ZmqInputSender]) -> ZmqInputSender:
 
 def connect(context: ZmqContext, sender: ZmqInputSender) -> ZmqInputReceiver:
     receiver = ZmqInputReceiver(context, sender.address, sender._identity, TIGHT)
-    wait_for_peer(sender)
+    sender.wait_for_peer(10)
     return receiver
 
 

@@ -12,7 +12,6 @@ from outboard.config import TransportConfig
 from outboard.transport.poller import SocketPoller
 from outboard.transport.sockets import ZmqContext
 from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender
-from support import wait_for_peer
 
 CONFIG = TransportConfig()
 
@@ -30,7 +29,7 @@ class Line:
     def __init__(self, context: ZmqContext, address: str, limit: int = 64) -> None:
         self.sender = ZmqInputSender(context, address, b"peer", CONFIG, lambda delay, callback: None)
         self.receiver = ZmqInputReceiver(context, address, b"peer", CONFIG)
-        wait_for_peer(self.sender)
+        self.sender.wait_for_peer(10)
         self.got: list[bytes] = []
         self.limit = limit
 

@@ -24,7 +24,6 @@ from outboard.transport.sockets import (
     make_context,
 )
 from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender
-from support import wait_for_peer
 
 TIGHT = TransportConfig(high_water_mark=2)
 ROOM = 4  # over inproc, both ends count
@@ -124,7 +123,7 @@ def test_a_receiver_gets_frames_and_ends_with_its_context(short_tmp: Path, event
 
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
-    wait_for_peer(sender)
+    sender.wait_for_peer(10)
     assert sender.send([b"\x00", b"body", b"aux"])
     assert sender.send([b"\x01", b""])
     sender._socket.send_multipart([b"\x00id", b"last"])
@@ -160,6 +159,23 @@ def test_an_unknown_peer_is_refused_not_silently_dropped(context: ZmqContext) ->
     with pytest.raises(zmq.ZMQError) as caught:
         sender._socket.send_multipart([b"a", b"x"], zmq.NOBLOCK)
     assert caught.value.errno == zmq.EHOSTUNREACH
+
+
+def test_a_peer_is_waited_for_and_no_stranger_is_taken_for_it(context: ZmqContext) -> None:
+    sender = listen(context, "inproc://input", b"a")
+    stranger = ZmqInputReceiver(context, "inproc://input", b"stranger", TIGHT)
+    started = time.monotonic()
+    sender.wait_for_peer(0.05)
+    sender.wait_for_peer(-1)
+    assert 0.04 < time.monotonic() - started < 5
+    assert not sender.send([b"\x00", b"too early"])
+    receiver = ZmqInputReceiver(context, "inproc://input", b"a", TIGHT)
+    started = time.monotonic()
+    sender.wait_for_peer(10)
+    assert time.monotonic() - started < 5
+    assert sender.send([b"\x00", b"x"])
+    for one in (stranger, receiver):
+        one.close()
 
 
 def test_strangers_get_nothing(context: ZmqContext) -> None:

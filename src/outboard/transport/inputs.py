@@ -41,6 +41,10 @@ class InputSender(Protocol):
         """The engine core says that it has connected; False if it has not."""
         ...
 
+    def wait_for_peer(self, seconds: float) -> None:
+        """Waits until a message would reach the engine core, at most so long: ZeroMQ connects when it likes. Blocks."""
+        ...
+
     def attach(self, loop: Loop) -> None:
         """From now on there is a loop that can tell when there is room; call it on that loop."""
         ...

@@ -68,6 +68,9 @@ class UnixInputSender:
         self._writer = UnixWriter(self._socket, self._high_water_mark, self._wait_for_room, self._on_gone)
         return True
 
+    def wait_for_peer(self, seconds: float) -> None:
+        """It is there, or never will be."""
+
     def attach(self, loop: Loop) -> None:
         """From now on `loop` tells when there is room, and when the engine core has closed; call it on that loop."""
         if self._socket is not None:
