@@ -50,6 +50,9 @@ class Link:
         left: whether the engine core has been told that it gets no more.
         inputs: the way to the engine core.
         outbox: what is sent by it.
+
+    Raises:
+        OSError: no file descriptor is left.
     """
 
     def __init__(
@@ -93,15 +96,20 @@ class Link:
             status.rank,
         )
         self.receiver = Receiver(pending, status.rank, self.epoch, listener, counters)
-        self._outputs = listen_for_outputs(
-            context,
-            directory,
-            self.epoch,
-            transport,
-            self.receiver.on_message,
-            self._on_outputs_end,
-            self._on_stranger,
-        )
+        try:
+            self._outputs = listen_for_outputs(
+                context,
+                directory,
+                self.epoch,
+                transport,
+                self.receiver.on_message,
+                self._on_outputs_end,
+                self._on_stranger,
+            )
+        except BaseException:
+            self.inputs.close()
+            self._memory.close()
+            raise
         self._driver: Driver | None = None
         self._timer: Timer | None = None
         self._end_timer: Timer | None = None
