@@ -842,3 +842,55 @@ def test_no_descriptor_is_left_to_accept_with(make: Callable[..., Wire]) -> None
 def test_programs_that_are_started_inherit_nothing(wire: Wire) -> None:
     for one in (wire.raw, wire.receiver._socket):
         assert not os.get_inheritable(one.fileno())
+
+
+# --- messages of one turn of the loop --------------------------------------------------------------------------------
+
+
+def test_the_first_of_a_turn_leaves_at_once_the_others_together_at_its_end(wire: Wire, run: Run) -> None:
+    async def main() -> None:
+        wire.sender.attach(asyncio.get_running_loop())
+        wire.send(range(20))
+        assert wire.receive_all() == 1
+        await turns(2)
+        assert wire.receive_all() == 20
+        wire.send(range(20, 22))  # another turn
+        assert wire.receive_all() == 21
+        await wire.take(22)
+        assert wire.numbers == list(range(22))
+
+    run(main())
+
+
+def test_what_the_other_end_can_read_at_once_does_not_wait_for_the_end_of_the_turn(wire: Wire, run: Run) -> None:
+    async def main() -> None:
+        wire.sender.attach(asyncio.get_running_loop())
+        for number in range(40):
+            assert wire.sender.send([b"\x00", number.to_bytes(4, "big") + bytes(4092)])
+        assert wire.receive_all() == 33  # the first, and twice 64 KiB
+        await wire.take(40)
+        assert wire.numbers == list(range(40))
+
+    run(main())
+
+
+def test_what_waits_for_the_end_of_the_turn_leaves_before_the_end_of_all(wire: Wire, run: Run) -> None:
+    async def main() -> None:
+        wire.sender.attach(asyncio.get_running_loop())
+        wire.send(range(5))
+        wire.sender.stop()
+        assert wire.receive_all() == 5
+
+    run(main())
+
+
+def test_a_blocking_client_has_no_turns(wire: Wire) -> None:
+    loop = ThreadLoop(threading.RLock())
+    try:
+        wire.sender.attach(loop)
+        wire.send(range(5))
+        assert wire.receive_all() == 5
+    finally:
+        wire.sender.stop()
+        loop.stop()
+        loop.join(10)

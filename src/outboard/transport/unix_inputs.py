@@ -95,10 +95,11 @@ class UnixInputSender:
         if writer is None:
             return True
         kind, *rest = frames
-        if not self._in_turn:
-            if self._together and self._loop is not None:
+        if not self._in_turn or self._full:
+            loop = self._loop
+            if self._together and not self._in_turn and loop is not None and not loop.is_closed():
                 self._in_turn = True
-                self._loop.call_soon(self._on_turn_end)
+                loop.call_soon(self._on_turn_end)
             return writer.send(rest, False, kind)  # type: ignore[arg-type]
         taken = writer.send(rest, True, kind)  # type: ignore[arg-type]
         self._gathered += len(rest[0])
