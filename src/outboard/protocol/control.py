@@ -131,7 +131,7 @@ class StallReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 def identity_of(rank: int, incarnation: int) -> bytes:
-    """An engine core's ZeroMQ identity on input sockets. Not used twice: a ROUTER ignores a second peer with one."""
+    """An engine core's ZeroMQ identity, for inputs that go by ZeroMQ: no other incarnation has it."""
     return b"engine" + struct.pack(">HI", rank, incarnation)
 
 
