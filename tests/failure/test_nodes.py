@@ -67,8 +67,8 @@ class Site:
         self.ports = range(self.port + 1, self.port + 9)
         return [self.port, *self.ports]
 
-    def node(self, name: str, *more: str) -> NodeProcess:
-        node = NodeProcess(f"tcp://{self.host}:{self.port}", self.token, "--name", name, *more)
+    def node(self, name: str, *more: str, cwd: Path | None = None) -> NodeProcess:
+        node = NodeProcess(f"tcp://{self.host}:{self.port}", self.token, "--name", name, *more, cwd=cwd)
         self.nodes.append(node)
         return node
 
@@ -401,11 +401,19 @@ def test_too_few_places(site: Site) -> None:
         launch_engines(site.config(2, faults={"startup_timeout": 5.0}))
 
 
-def test_an_engine_that_cannot_be_imported_on_the_node(site: Site) -> None:
-    site.node("one")
-    with pytest.raises((ConfigError, EngineStartupError)) as caught:
-        launch_engines(site.config(engine="no_such_module:Engine"))
-    assert "no_such_module" in str(caught.value)
+def test_an_engine_is_found_by_the_search_path_of_the_node_alone(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from outboard.engines.mock import MockEngine\nclass Engine(MockEngine): pass\n"
+    for where in ("head", "node"):
+        (tmp_path / where).mkdir()
+        (tmp_path / where / f"only_on_the_{where}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path / "head")
+    site.node("one", cwd=tmp_path / "node")
+    with launch_engines(site.config(engine="only_on_the_node:Engine")) as group:
+        assert group.engines[0].node == "one"
+    with pytest.raises((ConfigError, EngineStartupError), match="No module named 'only_on_the_head'"):
+        launch_engines(site.config(engine="only_on_the_head:Engine"))
 
 
 def test_ranks_that_step_together_must_be_on_one_host(site: Site) -> None:
