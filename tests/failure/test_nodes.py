@@ -412,7 +412,7 @@ def test_an_engine_is_found_by_the_search_path_of_the_node_alone(
     site.node("one", cwd=tmp_path / "node")
     with launch_engines(site.config(engine="only_on_the_node:Engine")) as group:
         assert group.engines[0].node == "one"
-    with pytest.raises((ConfigError, EngineStartupError), match="No module named 'only_on_the_head'"):
+    with pytest.raises((ConfigError, EngineStartupError), match="no module named 'only_on_the_head'"):
         launch_engines(site.config(engine="only_on_the_head:Engine"))
 
 

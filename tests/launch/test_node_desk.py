@@ -277,6 +277,8 @@ def test_a_node_that_was_given_up_is_told_so_and_may_join_again(head: Head) -> N
     [refused] = head.hear(b"n1", NodePing("n1"))
     assert isinstance(refused, NodeRefused)
     assert not refused.final
+    assert head.hear(b"n1", NodeLeaves("n1", "has heard nothing", True)) == []  # its last words need no answer
+    assert head.desk.dropped == {"unknown node": 1}
     [welcome] = head.join("n2", replaces=["n1"])
     assert isinstance(welcome, NodeWelcome)
     assert len(head.desk.rooms()) == 1

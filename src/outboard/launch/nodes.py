@@ -268,8 +268,10 @@ class NodeDesk:
 
     def _on_sign(self, sender: bytes, message: NodePing | NodeLeaves) -> None:
         node = self._nodes.get(message.node_id)
+        if node is None and isinstance(message, NodeLeaves):
+            return  # that was given up before
         if node is None:
-            self._drop("unknown node", f"{type(message).__name__} of a node that has not joined, or was lost")
+            self._drop("unknown node", "NodePing of a node that has not joined, or was lost")
             self._send(sender, NodeRefused(message.node_id, "this head does not know it, or has given it up", False))
             return
         node.peer = sender  # it may have lost its connection, and have another one
