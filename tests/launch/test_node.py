@@ -152,6 +152,13 @@ def test_more_than_it_has_room_for_is_refused(head: FakeHead, join: Join) -> Non
     assert "it has 1 places" in head.hear(RankExited).failure
 
 
+def test_what_cannot_be_started_is_told(head: FakeHead, join: Join) -> None:
+    node = join()
+    head.tell(StartRank(0, 0, {"NOT=A=NAME": "\0"}))
+    assert head.hear(RankExited).failure
+    assert len(node.family()) == 1
+
+
 def test_it_tells_how_an_engine_core_goes_on(head: FakeHead, join: Join) -> None:
     join()
     hello, ready = head.start(0)
