@@ -14,7 +14,7 @@ import pytest
 from fake_head import BOUND, INTERVAL, PATIENCE, FakeHead, NodeProcess, all_gone, eventually, free_port
 
 from outboard.launch.node import Node
-from outboard.protocol.messages import Failed, Ready
+from outboard.protocol.messages import Failed, Hello, Ready
 from outboard.protocol.nodes import (
     HeadLeaves,
     NodeHello,
@@ -63,6 +63,11 @@ def join(head: FakeHead, short_tmp: Path) -> Iterator[Join]:
     yield join
     for node in nodes:
         node.close()
+
+
+def watch(hello: Hello, ready: Ready) -> WatchRank:
+    """Has an engine core watched that has just said this."""
+    return WatchRank(hello.rank, hello.incarnation, hello.pid, ready.progress_fd, ready.stack_fd, ready.stack_signal)
 
 
 def test_it_says_what_it_is(head: FakeHead, join: Join) -> None:
@@ -162,7 +167,7 @@ def test_what_cannot_be_started_is_told(head: FakeHead, join: Join) -> None:
 def test_it_tells_how_an_engine_core_goes_on(head: FakeHead, join: Join) -> None:
     join()
     hello, ready = head.start(0)
-    head.tell(WatchRank(0, 0, hello.pid, ready.progress_fd))
+    head.tell(watch(hello, ready))
     progress = head.hear(RankProgress)
     assert (progress.rank, progress.incarnation, progress.activity, progress.taken) == (0, 0, IDLE, {})
     assert progress.process in ("sleeping", "running")

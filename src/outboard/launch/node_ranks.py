@@ -120,7 +120,7 @@ class NodeRanks:
         running = self._running.get((what.rank, what.incarnation))
         if running is not None and running.watch is None:
             try:
-                running.watch = RankWatch(what)
+                running.watch = RankWatch(what, self._welcome.stall_timeout)
             except (OSError, ValueError) as error:
                 logger.info("engine core rank %d cannot be watched for stalls: %s", what.rank, error)
 
