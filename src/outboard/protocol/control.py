@@ -183,7 +183,8 @@ class EngineProgress(msgspec.Struct, array_like=True, tag="engine_progress"):
         steps, activity: as on a progress page.
         age: seconds since the last sign of life, when it was read.
         taken: messages taken from this front end.
-        process, cpu: as in `StallReport`; the share is since the last message of this kind.
+        process, cpu, stack: as in `StallReport`; the share is since the last message of this kind, the stack is there
+            once half of `FaultConfig.stall_timeout` is over.
     """
 
     rank: int
@@ -194,6 +195,7 @@ class EngineProgress(msgspec.Struct, array_like=True, tag="engine_progress"):
     taken: int
     process: str
     cpu: float
+    stack: str = ""
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
