@@ -41,16 +41,15 @@ from outboard.transport.network import local_address
 from outboard.transport.poller import SocketPoller
 from outboard.transport.reader import SocketReader
 from outboard.transport.sockets import (
-    InputReceiver,
     ZmqContext,
     ZmqSender,
     ZmqSocket,
-    bind_input,
     bind_output,
     make_context,
     make_socket,
 )
 from outboard.transport.tcp import bind_input_tcp, listen_tcp
+from outboard.transport.zmq_inputs import ZmqInputReceiver, bind_input
 
 LIMITS = TransportConfig()
 SIZES = {"256 tokens": 256, "1 token": 1}
@@ -86,7 +85,7 @@ class Sample(msgspec.Struct, frozen=True):
 # --- the sender: as an engine core has it ----------------------------------------------------------------------------
 
 
-class _PlainReceiver(InputReceiver):
+class _PlainReceiver(ZmqInputReceiver):
     """By TCP, not encrypted."""
 
     def __init__(self, context: ZmqContext, address: str) -> None:
@@ -118,10 +117,10 @@ def send_as_told() -> None:
     place = msgspec.json.decode(sys.stdin.buffer.readline(), type=Place)
     context = make_context(place.keys)
     if place.way == "tcp":
-        receiver: InputReceiver = _PlainReceiver(context, place.input_address)
+        receiver: ZmqInputReceiver = _PlainReceiver(context, place.input_address)
         sender: ZmqSender = _PlainSender(context, place.output_address)
     else:
-        receiver = InputReceiver(context, place.input_address, PEER, LIMITS)
+        receiver = ZmqInputReceiver(context, place.input_address, PEER, LIMITS)
         sender = ZmqSender(context, place.output_address, LIMITS)
 
     def push(body: bytes) -> None:

@@ -23,12 +23,12 @@ from outboard.transport.network import bind_tcp
 from outboard.transport.sockets import (
     ControlClient,
     ControlServer,
-    InputReceiver,
     ZmqSender,
     connect_control,
     make_context,
 )
 from outboard.transport.spoke import Spoke
+from outboard.transport.zmq_inputs import ZmqInputReceiver
 from strangers import LOOPBACK, REQUEST, keyed, knocking, visit
 
 KEYS = SessionKeys.make()
@@ -175,7 +175,7 @@ def test_without_keys_there_is_no_tcp() -> None:
     with pytest.raises(ConfigError, match="this process has none"):
         connect_control(context, "tcp://127.0.0.1:9")
     with pytest.raises(ConfigError, match="this process has none"):
-        InputReceiver(context, "tcp://127.0.0.1:9", b"x", TransportConfig())
+        ZmqInputReceiver(context, "tcp://127.0.0.1:9", b"x", TransportConfig())
     with pytest.raises(ConfigError, match="this process has none"):
         ZmqSender(context, "tcp://127.0.0.1:9", TransportConfig())
     context.term()  # no socket is left

@@ -18,7 +18,7 @@ import zmq
 from outboard.config import TransportConfig
 from outboard.transport.outbox import Outbox
 from outboard.transport.sockets import ZmqContext
-from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender
+from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender, bind_input
 
 TIGHT = TransportConfig(high_water_mark=2)
 ROOM = 4
@@ -52,7 +52,8 @@ def listen(context: ZmqContext, timer: Timer) -> Iterator[Callable[..., ZmqInput
     senders: list[ZmqInputSender] = []
 
     def listen(identity: bytes = b"a", timer: Timer = timer) -> ZmqInputSender:
-        senders.append(ZmqInputSender(context, f"inproc://{identity.decode()}", identity, TIGHT, timer))
+        address = f"inproc://{identity.decode()}"
+        senders.append(ZmqInputSender(bind_input(context, address, TIGHT), address, identity, timer))
         return senders[-1]
 
     yield listen

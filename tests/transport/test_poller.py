@@ -11,7 +11,7 @@ import pytest
 from outboard.config import TransportConfig
 from outboard.transport.poller import SocketPoller
 from outboard.transport.sockets import ZmqContext
-from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender
+from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender, bind_input
 
 CONFIG = TransportConfig()
 
@@ -27,7 +27,9 @@ class Line:
     """A ROUTER, the receiver at its other end, and what that has read, up to `limit` messages a time."""
 
     def __init__(self, context: ZmqContext, address: str, limit: int = 64) -> None:
-        self.sender = ZmqInputSender(context, address, b"peer", CONFIG, lambda delay, callback: None)
+        self.sender = ZmqInputSender(
+            bind_input(context, address, CONFIG), address, b"peer", lambda delay, callback: None
+        )
         self.receiver = ZmqInputReceiver(context, address, b"peer", CONFIG)
         self.sender.wait_for_peer(10)
         self.got: list[bytes] = []

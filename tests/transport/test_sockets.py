@@ -23,14 +23,14 @@ from outboard.transport.sockets import (
     bind_output,
     make_context,
 )
-from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender
+from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender, bind_input
 
 TIGHT = TransportConfig(high_water_mark=2)
 ROOM = 4  # over inproc, both ends count
 
 
 def listen(context: ZmqContext, address: str, identity: bytes, config: TransportConfig = TIGHT) -> ZmqInputSender:
-    return ZmqInputSender(context, address, identity, config, lambda delay, callback: None)
+    return ZmqInputSender(bind_input(context, address, config), address, identity, lambda delay, callback: None)
 
 
 # --- output ----------------------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from outboard.errors import ConfigError
 from outboard.transport.curve import KeyedContext, SessionKeys
 from outboard.transport.network import connect
 from outboard.transport.outbox import Outbox
-from outboard.transport.sockets import ControlClient, ControlServer, InputReceiver, ZmqSender
-from outboard.transport.tcp import TcpInput, TcpReader, bind_input_tcp, listen_tcp
+from outboard.transport.sockets import ControlClient, ControlServer, ZmqSender
+from outboard.transport.tcp import TcpInput, TcpInputSender, TcpReader, bind_input_tcp, listen_tcp
+from outboard.transport.zmq_inputs import ZmqInputReceiver
 from strangers import LOOPBACK, REQUEST, keyed, knocking, place, visit
 from support import Run
 
@@ -42,7 +43,7 @@ class Channel:
         self.reader: TcpReader = listen_tcp(
             context, network, limits, self._take, self.ends.append, self.input, within=within
         )
-        self.outbox = Outbox(self.input.socket, b"engine core", self._call_later)
+        self.outbox = Outbox(TcpInputSender(self.input, b"engine core", self._call_later))
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def _take(self, body: Any, frames: Sequence[Any]) -> None:
@@ -82,15 +83,15 @@ def open_channel(
         channel.close()
 
 
-def receive(receiver: InputReceiver, eventually: Callable[..., Any]) -> list[bytes]:
+def receive(receiver: ZmqInputReceiver, eventually: Callable[..., Any]) -> list[bytes]:
     return [bytes(frame) for frame in eventually(receiver.receive)]
 
 
 @contextlib.contextmanager
-def engine_core(channel: Channel, limits: TransportConfig = LIMITS) -> Iterator[tuple[InputReceiver, ZmqSender]]:
+def engine_core(channel: Channel, limits: TransportConfig = LIMITS) -> Iterator[tuple[ZmqInputReceiver, ZmqSender]]:
     """Its ends, of a context of its own."""
     with keyed(KEYS.for_peers()) as theirs:
-        receiver = InputReceiver(theirs, channel.input.address, b"engine core", limits)
+        receiver = ZmqInputReceiver(theirs, channel.input.address, b"engine core", limits)
         sender = ZmqSender(theirs, channel.reader.address, limits)
         yield receiver, sender
         receiver.close()
@@ -406,12 +407,13 @@ import sys, time
 import msgspec
 from outboard.config import NetworkConfig, TransportConfig
 from outboard.transport.curve import SessionKeys
-from outboard.transport.sockets import ControlServer, InputReceiver, ZmqSender, make_context
+from outboard.transport.sockets import ControlServer, ZmqSender, make_context
+from outboard.transport.zmq_inputs import ZmqInputReceiver
 
 keys, connect_to = msgspec.json.decode(sys.stdin.readline(), type=tuple[SessionKeys, list[str]])
 context = make_context(keys)
 if connect_to:
-    receiver = InputReceiver(context, connect_to[0], b"engine core", TransportConfig())
+    receiver = ZmqInputReceiver(context, connect_to[0], b"engine core", TransportConfig())
     sender = ZmqSender(context, connect_to[1], TransportConfig())
     while True:
         frames = receiver.receive()
