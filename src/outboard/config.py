@@ -27,7 +27,8 @@ Sockets = Literal["unix", "zmq"]
 _LONGEST = 1_000_000
 # What one host can be asked for; a slip of the keyboard should not start a million processes.
 _MOST_RANKS = 256
-# Seconds; ZeroMQ tells the other end its patience in milliseconds of 16 bits.
+# Seconds; ZeroMQ tells the other end its patience in tenths, which that counts in milliseconds of 16 bits.
+_SHORTEST_PATIENCE = 0.1
 _LONGEST_PATIENCE = 60.0
 
 
@@ -241,9 +242,9 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             random one, which whoever starts the nodes must bring to them.
         heartbeat_interval: seconds between two signs of life on a connection on which nothing else travels.
         patience: seconds that a node may be silent before the head gives up its engine cores, and that the head may be
-            before the node ends them. At most 60. A connection on which nothing comes is closed after twice that, and a
-            second: after a cut the system waits for about as long again before it sends anew. To send an array must
-            not take longer than that.
+            before the node ends them, from 0.1 to 60. A connection on which nothing comes is closed after twice that
+            and a second: after a cut the system waits for about as long again before it sends anew. To send an array
+            must not take longer than that.
         local_ranks: how many ranks, the first ones, run on the head's own host. The others wait for a node.
     """
 
@@ -269,10 +270,14 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be at least 0 and at most 65535, not {self.port!r}")
         _ = self.port_range
-        if not 0.01 <= self.heartbeat_interval < self.patience <= _LONGEST_PATIENCE:
+        if not _SHORTEST_PATIENCE <= self.patience <= _LONGEST_PATIENCE:
             raise ConfigError(
-                f"0.01 s <= heartbeat_interval < patience <= {_LONGEST_PATIENCE:g} s must hold, not "
-                f"{self.heartbeat_interval!r}, {self.patience!r}"
+                f"patience must be at least {_SHORTEST_PATIENCE:g} and at most {_LONGEST_PATIENCE:g} s, "
+                f"not {self.patience!r}"
+            )
+        if not 0.01 <= self.heartbeat_interval < self.patience:
+            raise ConfigError(
+                f"heartbeat_interval must be at least 0.01 s and less than patience, not {self.heartbeat_interval!r}"
             )
         if not 0 <= self.local_ranks <= _MOST_RANKS:
             raise ConfigError(f"local_ranks must be at least 0 and at most {_MOST_RANKS}, not {self.local_ranks!r}")

@@ -192,7 +192,9 @@ def draw(seed: int) -> Plan:
         kind for kind, needs in STRIKES.items() if (engine == "chaos" or not needs.chaos) and (group or not needs.group)
     ]
     kinds = [first, *random.choices(possible, k=random.choice([0, 1, 1, 2]))]
-    config = _config(random, engine, end, zmq_for_sure=first == "junk on the output socket")
+    config = _config(
+        random, engine, end, zmq_for_sure=first in ("junk on the output socket", "junk on the input socket")
+    )
     return Plan(
         seed=seed,
         side=side,

@@ -281,7 +281,7 @@ class AsyncMPClient(MPClient):
         return loop
 
     def _send_input(self, request_type: EngineCoreRequestType, message: Any) -> Awaitable[None]:
-        """Sends a message; the awaitable is done: ZeroMQ or the outbox holds it."""
+        """Sends a message; the awaitable is done: the socket or the outbox holds it."""
         self._membership.links[0].sender.send(request_type, message)
         return _DONE
 

@@ -333,10 +333,10 @@ class MPClient(EngineCoreClient):
 
     @property
     def pending_messages(self) -> Sequence[tuple[Any, Any]]:
-        """(tracker, frames) of messages whose buffers ZeroMQ has not let go of; none over Unix sockets, which copy."""
+        """(tracker, frames) of messages whose buffers are still in use; the tracker is ZeroMQ's, or None."""
         messages: list[tuple[Any, Any]] = []
         for link in self._membership.links.values():
-            messages += link.inputs.tracked
+            messages += link.outbox.in_use
         return messages
 
     def stats(self) -> dict[str, Any]:

@@ -52,6 +52,9 @@ class Link:
         left: whether the engine core has been told that it gets no more.
         inputs: the way to the engine core.
         outbox: what is sent by it.
+
+    Raises:
+        OSError: no file descriptor is left.
     """
 
     def __init__(
@@ -81,7 +84,11 @@ class Link:
         self._memory = SharedMemory.offer(0 if status.node else transport.shared_memory_limit)
         encoder = MsgpackEncoder(transport.inline_bytes, transport.shared_memory_bytes, self._memory.pool)
         self.receiver = Receiver(pending, status.rank, self.epoch, listener, counters)
-        self.inputs, self._outputs = self._listen(config, context, directory, call_later)
+        try:
+            self.inputs, self._outputs = self._listen(config, context, directory, call_later)
+        except BaseException:
+            self._memory.close()
+            raise
         self.outbox = Outbox(self.inputs, encoder.give_back)
         self.sender = Sender(
             self.epoch,

@@ -64,6 +64,8 @@ OnStatus = Callable[[EngineStatus], None]
 
 # A launcher answers at once; this bounds what happens where it is stopped, or so busy that it is of no use.
 _JOIN_TIMEOUT = 30.0
+# An engine core that is attached has connected; its part of the connection is there in a moment.
+_CONNECT_TIMEOUT = 1.0
 # How long the news of a death may take that happened while nothing was read.
 _NEWS_TIMEOUT = 1.0
 # How long it may take to tell the launcher that this front end goes after all, in milliseconds.
@@ -167,6 +169,10 @@ class Membership:
                 pass
         if self.failure is not None:
             raise self.failure.copy()
+        # Or an engine core that is stopped at once would look idle: it would not have been sent what is asked of it.
+        deadline = time.monotonic() + _CONNECT_TIMEOUT
+        for link in self.links.values():
+            link.inputs.wait_for_peer(deadline - time.monotonic())
         if not self.roster.ranks:
             self.leave()
             self._launcher.close(_LINGER_MS)

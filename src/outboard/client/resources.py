@@ -50,7 +50,7 @@ class Resources:
         counts = Counter(refused_by(self._context))
         if self.group is not None:
             counts.update(self.group.refused)
-        return dict(counts)
+        return dict(+counts)
 
     def give_up(self) -> None:
         """Nothing more is wanted of the engine cores: those of our own are killed. Does not block."""

@@ -36,7 +36,7 @@ class Sender:
         encoder: for all messages.
         post: sends frames, or holds them; the second argument names a request for `take_back`.
         take_back: removes a request that has not been sent; False if it has.
-        max_message_bytes: ZeroMQ would drop a larger frame, and the connection.
+        max_message_bytes: the engine core would take a larger frame for junk, and end the connection.
         rank: of the engine core.
     """
 

@@ -133,7 +133,7 @@ class Launcher:
         counts.update(self._coordinator.refused)
         if self._nodes is not None:
             counts.update(self._nodes.refused)
-        return dict(counts)
+        return dict(+counts)
 
     def scale(self, order: ScaleOrder) -> None:
         """Has the number of ranks changed. Does not wait."""

@@ -77,7 +77,7 @@ class HeadFacts:
     Attributes:
         secret: what nodes must know.
         engine, options: what runs; a node may be willing to run something else only.
-        control_address, session_token, keys, interval, patience, shutdown_timeout: as in `NodeWelcome`.
+        control_address, session_token, keys, interval, patience, shutdown_timeout, stall_timeout: as in `NodeWelcome`.
     """
 
     secret: str = field(repr=False)
@@ -89,6 +89,7 @@ class HeadFacts:
     interval: float = 1.0
     patience: float = 10.0
     shutdown_timeout: float = 10.0
+    stall_timeout: float = 60.0
 
 
 @dataclass(slots=True)
@@ -264,12 +265,15 @@ class NodeDesk:
             facts.interval,
             facts.patience,
             facts.shutdown_timeout,
+            facts.stall_timeout,
         )
 
     def _on_sign(self, sender: bytes, message: NodePing | NodeLeaves) -> None:
         node = self._nodes.get(message.node_id)
+        if node is None and isinstance(message, NodeLeaves):
+            return  # that was given up before
         if node is None:
-            self._drop("unknown node", f"{type(message).__name__} of a node that has not joined, or was lost")
+            self._drop("unknown node", "NodePing of a node that has not joined, or was lost")
             self._send(sender, NodeRefused(message.node_id, "this head does not know it, or has given it up", False))
             return
         node.silence.heard()

@@ -31,11 +31,18 @@ class InputSender(Protocol):
 
     @property
     def tracked(self) -> Sequence[tuple[object, Sequence[Buffer]]]:
-        """(tracker, frames) of messages whose buffers are still in use, oldest first."""
+        """(tracker, frames) of messages that were taken, and whose buffers are still in use; oldest first.
+
+        The tracker is ZeroMQ's; over a Unix socket None.
+        """
         ...
 
     def accept(self) -> bool:
         """The engine core says that it has connected; False if it has not."""
+        ...
+
+    def wait_for_peer(self, seconds: float) -> None:
+        """Waits until a message would reach the engine core, at most so long: ZeroMQ connects when it likes. Blocks."""
         ...
 
     def attach(self, loop: Loop) -> None:

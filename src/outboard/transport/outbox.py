@@ -33,6 +33,11 @@ class Outbox:
         """Messages held here because they were not taken."""
         return len(self._held)
 
+    @property
+    def in_use(self) -> list[tuple[object, Sequence[Buffer]]]:
+        """(tracker, frames) of messages whose buffers are still in use: sent or held; see `InputSender.tracked`."""
+        return [*self._sender.tracked, *((None, frames) for _, frames in self._held)]
+
     def send(self, frames: Sequence[Buffer], key: int | None = None) -> None:
         """Sends a message (type byte, body, auxiliary frames), or holds it behind those held already.
 

@@ -145,6 +145,11 @@ class UnixWriter:
         self._wait_for_room = wait_for_room
         self._on_gone = on_gone
 
+    @property
+    def unsent(self) -> Sequence[Buffer]:
+        """What is kept of a message that was begun."""
+        return tuple(self._rest)
+
     def writable(self) -> bool:
         """Whether a message would be taken now; cheaper than to encode one and be refused."""
         return self.flush() and bool(self._poll.poll(0))
@@ -237,7 +242,7 @@ class UnixMessages:
 
     def look(self) -> None:
         """The socket may have something again."""
-        self._emptied = False
+        self._emptied = self.ended
 
     def next(self) -> Message | None:
         """The next message; None if it has not all come, or none will. See `Assembler.next`.
@@ -262,6 +267,7 @@ class UnixMessages:
             return None
         except ProtocolError:
             self.ended = self._emptied = True
+            self._assembler = Assembler(0)  # what is left makes no sense, and may take much memory
             raise
         return message
 

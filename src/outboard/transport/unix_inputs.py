@@ -54,15 +54,16 @@ class UnixInputSender:
         self._socket: socket.socket | None = None
         self._writer: UnixWriter | None = None  # of the socket, while it is written to
         self._waiting: Callable[[], None] | None = None  # to be called when there is room
-        self._watched = False  # whether the loop looks for room
+        self._full = False  # whether the socket took no more; the loop looks for room then
         self._together = False  # whether there are turns
         self._in_turn = False  # whether something has been sent in this one
         self._gathered = 0  # bytes that wait for its end
 
     @property
     def tracked(self) -> Sequence[tuple[object, Sequence[Buffer]]]:
-        """Nothing: the socket copies."""
-        return ()
+        """What is left of a message that the socket took in part; the rest it has copied."""
+        unsent = self._writer.unsent if self._writer is not None else ()
+        return ((None, unsent),) if unsent else ()
 
     def accept(self) -> bool:
         """Takes the engine core's connection, which must have been made, and listens no more; False if there is none.
@@ -73,8 +74,11 @@ class UnixInputSender:
         self._socket = self._listener.accept()
         if self._socket is None:
             return False
-        self._writer = UnixWriter(self._socket, self._high_water_mark, self._wait_for_room, self._end)
+        self._writer = UnixWriter(self._socket, self._high_water_mark, self._wait_for_room, self._on_gone)
         return True
+
+    def wait_for_peer(self, seconds: float) -> None:
+        """It is there, or never will be."""
 
     def attach(self, loop: Loop) -> None:
         """From now on `loop` tells when there is room, and when the engine core has closed; call it on that loop."""
@@ -83,14 +87,17 @@ class UnixInputSender:
             # A blocking client's thread would have to be woken for each.
             self._together = isinstance(loop, asyncio.AbstractEventLoop)
             loop.add_reader(self._socket.fileno(), self._on_readable)
+            if self._full:
+                loop.add_writer(self._socket.fileno(), self._on_writable)
 
     def send(self, frames: Sequence[Buffer]) -> bool:
-        writer, loop = self._writer, self._loop
-        if writer is None or loop is None:
+        writer = self._writer
+        if writer is None:
             return True
         kind, *rest = frames
-        if not self._in_turn:
-            if self._together:
+        if not self._in_turn or self._full:
+            loop = self._loop
+            if self._together and not self._in_turn and loop is not None and not loop.is_closed():
                 self._in_turn = True
                 loop.call_soon(self._on_turn_end)
             return writer.send(rest, False, kind)  # type: ignore[arg-type]
@@ -128,14 +135,16 @@ class UnixInputSender:
             self._writer.flush()
 
     def _wait_for_room(self) -> None:
-        if self._loop is not None and self._socket is not None and not self._watched:
-            self._watched = True
+        if self._full or self._writer is None:
+            return
+        self._full = True
+        if self._loop is not None and self._socket is not None:
             self._loop.add_writer(self._socket.fileno(), self._on_writable)
 
     def _on_writable(self) -> None:
         if self._writer is None or not self._writer.flush() or self._loop is None or self._socket is None:
             return
-        self._watched = False
+        self._full = False
         self._loop.remove_writer(self._socket.fileno())
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
@@ -153,6 +162,12 @@ class UnixInputSender:
         except OSError:
             pass
         self._end()
+
+    def _on_gone(self) -> None:
+        """Found while something was sent, maybe in another thread than the loop's: only there it may be closed."""
+        self._writer = None
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon(self._end)
 
     def _end(self) -> None:
         if self._socket is not None:
@@ -188,8 +203,9 @@ class UnixInputReceiver:
     def receive(self) -> Sequence[Buffer] | None:
         messages = self._messages
         message = messages.next()
+        if message is None or not messages.holds:
+            messages.look()  # this is called again only once there is something
         if message is None:
-            messages.look()  # next time it is told of
             return None
         body, aux = message
         return (body[:1], body[1:], *aux)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -74,6 +75,12 @@ class ZmqInputSender:
 
     def accept(self) -> bool:
         return True
+
+    def wait_for_peer(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            if self._socket.recv_multipart()[0] == self._identity:
+                return
 
     def attach(self, loop: Loop) -> None:
         pass
