@@ -478,6 +478,10 @@ def test_a_node_with_another_token_does_not_join(network: Network, token: Path, 
 # --- what can be seen of it ------------------------------------------------------------------------------------------
 
 
+# The last that passes a link that is captured.
+IN_CLEAR = b"as anybody may see"
+
+
 @contextmanager
 def program(network: Network, command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A program in the far namespace, which is killed in the end."""
@@ -494,10 +498,14 @@ def tcpdump(network: Network, path: Path) -> Iterator[bool]:
     if shutil.which("tcpdump") is None:
         yield False
         return
-    command = ["tcpdump", "-i", namespaces.DEVICE, "-U", "-Z", "root", "-w", str(path)]
+    command = ["tcpdump", "-i", namespaces.DEVICE, "--immediate-mode", "-U", "-Z", "root", "-w", str(path)]
     with program(network, command, stderr=subprocess.PIPE) as capture:
         assert b"listening on" in capture.stderr.readline()
-        yield True  # each packet is written at once
+        yield True
+        deadline = time.monotonic() + 10
+        while IN_CLEAR not in path.read_bytes():  # it is behind
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_a_capture_of_the_link_shows_nothing(network: Network, token: Path, short_tmp: Path) -> None:
@@ -534,17 +542,16 @@ def test_a_capture_of_the_link_shows_nothing(network: Network, token: Path, shor
             "engine": b"MixedEngine",
         }
         with socket.create_server((network.near.address, 0)) as server:  # what can be seen of what is not encrypted
-            script = (
-                "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2]))).sendall(b'in clear')"
-            )
-            command = [sys.executable, "-c", script, network.near.address, str(server.getsockname()[1])]
+            script = "import socket, sys; socket.create_connection(sys.argv[1:3]).sendall(sys.argv[3].encode())"
+            place = [network.near.address, str(server.getsockname()[1])]
+            command = [sys.executable, "-c", script, *place, IN_CLEAR.decode()]
             with network.far.popen(command), server.accept()[0] as visitor:
-                assert visitor.recv(100) == b"in clear"
+                assert visitor.recv(100) == IN_CLEAR
     network.counts()
     for path in captures[: 1 + installed]:
         seen = path.read_bytes()
         path.unlink()
-        assert b"in clear" in seen
+        assert IN_CLEAR in seen
         assert b"CURVE" in seen
         assert len(seen) > 50_000
         assert [what for what, pattern in hidden.items() if pattern in seen] == []
