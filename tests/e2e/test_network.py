@@ -511,7 +511,11 @@ def tcpdump(network: Network, path: Path) -> Iterator[bool]:
 def test_a_capture_of_the_link_shows_nothing(network: Network, token: Path, short_tmp: Path) -> None:
     captures = [short_tmp / "relay.pcap", short_tmp / "tcpdump.pcap"]
     network.record(captures[0])
-    with tcpdump(network, captures[1]) as installed, running_group(network, token) as (group, _):
+    options = {"tokens_per_step": 20}  # side by side in a message
+    with (
+        tcpdump(network, captures[1]) as installed,
+        running_group(network, token, options=options) as (group, _),
+    ):
 
         async def main() -> None:
             async with AsyncLLM(addresses=group.addresses) as llm:
