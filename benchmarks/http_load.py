@@ -89,16 +89,21 @@ class Streams(_Connections):
 
 
 class Requests(_Connections):
-    """Requests of one token each, one after the other on each connection, which stays.
+    """Requests one after the other on each connection, which stays.
+
+    Args:
+        max_tokens: of each.
+        stream: whether the answers come as streams.
 
     Attributes:
         answered: how many have their whole answer.
     """
 
-    def __init__(self, port: int, connections: int, stream: bool) -> None:
+    def __init__(self, port: int, connections: int, max_tokens: int, stream: bool) -> None:
         super().__init__(port, connections)
         self.answered = 0
-        self._request = _request(1, stream)
+        self._is_whole = _is_whole_stream if stream else _is_whole_document
+        self._request = _request(max_tokens, stream)
         self._parts = dict.fromkeys(self.open, b"")
         self.send(self._request)
 
@@ -112,7 +117,7 @@ class Requests(_Connections):
                 if not data:
                     raise ConnectionError("the server closed a connection that was to stay")
                 data = self._parts[fd] + data
-                if not _is_whole(data):
+                if not self._is_whole(data):
                     self._parts[fd] = data
                     continue
                 if not data.startswith(b"HTTP/1.1 200 "):
@@ -122,10 +127,11 @@ class Requests(_Connections):
                 connection.sendall(self._request)
 
 
-def _is_whole(answer: bytes) -> bool:
+def _is_whole_stream(answer: bytes) -> bool:
+    return answer.endswith(b"0\r\n\r\n")
+
+
+def _is_whole_document(answer: bytes) -> bool:
     head, end, body = answer.partition(b"\r\n\r\n")
-    if not end:
-        return False
-    if length := _LENGTH.search(head + b"\r\n"):
-        return len(body) >= int(length[1])
-    return body.endswith(b"0\r\n\r\n")
+    length = _LENGTH.search(head + b"\r\n")
+    return bool(end) and len(body) >= int(length[1] if length else 0)

@@ -75,9 +75,10 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class RequestSample(msgspec.Struct, frozen=True):
-    """What one measurement of short requests gave; CPU times in ns. `whole`: with an answer in one piece."""
+    """What one measurement of requests gave; CPU times in ns. `whole`: with an answer in one piece."""
 
     server: str
+    max_tokens: int
     whole: bool
     requests_per_second: float
     api_ns_per_request: float
@@ -168,15 +169,17 @@ def measure_streams(name: str, server: Server, job: Job) -> Sample:
     return Sample(name, tokens / wall, api / tokens, engine / tokens, mine / tokens, tokens / reads, metrics)
 
 
-def measure_requests(name: str, server: Server, job: Job, whole: bool) -> RequestSample:
-    """Requests of a token each."""
-    with Requests(server.port, job.connections, stream=not whole) as load:
+def measure_requests(
+    name: str, server: Server, job: Job, whole: bool = False, connections: int = 0, max_tokens: int = 1
+) -> RequestSample:
+    """Requests, of a token each unless told."""
+    with Requests(server.port, connections or job.connections, max_tokens, stream=not whole) as load:
         load.run(WARM_UP)
         cpu, count = _Cpu(server), load.answered
         load.run(job.seconds)
         wall, api, engine, _ = cpu.used()
         count = load.answered - count
-    return RequestSample(name, whole, count / wall, api / count, engine / count)
+    return RequestSample(name, max_tokens, whole, count / wall, api / count, engine / count)
 
 
 def measure(name: str, job: Job) -> Sample:

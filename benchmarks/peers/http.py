@@ -26,6 +26,7 @@ __all__ = ["Found", "measure", "ratios", "report"]
 START_BOUND = 180.0  # seconds
 END_BOUND = 60.0
 SERVERS = ("outboard", "vllm", "floor")
+SHORT = 64  # tokens
 # What is to hold: times less than vLLM, and times the floor.
 A_TOKEN, OF_FLOOR, A_REQUEST = 8.0, 2.2, 2.5
 
@@ -40,10 +41,15 @@ class Found(msgspec.Struct):
         """CPU time of the API process, us."""
         return [one.api_ns_per_token / 1000 for one in self.streams if one.server == server]
 
-    def a_request(self, server: str, whole: bool) -> list[float]:
+    def a_request(self, server: str, whole: bool, max_tokens: int = 1) -> list[float]:
         """CPU time of the API process, us."""
-        mine = [one for one in self.requests if (one.server, one.whole) == (server, whole)]
+        key = (server, whole, max_tokens)
+        mine = [one for one in self.requests if (one.server, one.whole, one.max_tokens) == key]
         return [one.api_ns_per_request / 1000 for one in mine]
+
+    def a_token_of_short(self, server: str) -> list[float]:
+        """CPU time of the API process, us, where each token bears its share of a request."""
+        return [value / SHORT for value in self.a_request(server, False, SHORT)]
 
 
 @contextmanager
@@ -95,6 +101,10 @@ def measure(peer: str, job: Job, reps: int) -> Found:
                 found.streams.append(measure_streams(name, server, job))
                 # vLLM's server goes on with the streams of those who have left
                 asyncio.run(settled(server.api, timeout=END_BOUND))
+            for name, server in servers.items():
+                sample = measure_requests(name, server, job, connections=job.streams, max_tokens=SHORT)
+                found.requests.append(sample)
+                asyncio.run(settled(server.api, timeout=END_BOUND))
             for whole in (False, True):
                 for name, server in servers.items():
                     if name != "floor" or not whole:  # it knows answers in pieces only
@@ -110,7 +120,7 @@ class Work(NamedTuple):
     title: str
     unit: str
     figures: Callable[[str], list[float]]
-    goal: float
+    goal: float | None
     of_floor: float | None = None
 
 
@@ -118,12 +128,13 @@ def works(found: Found) -> list[Work]:
     """All rows."""
     return [
         Work("HTTP: a token of many streams", "us/token", found.a_token, A_TOKEN, OF_FLOOR),
+        Work(f"HTTP: a token of streams of {SHORT}, one after the other", "us/token", found.a_token_of_short, None),
         Work("HTTP: a request, streamed", "us/request", lambda name: found.a_request(name, False), A_REQUEST),
         Work("HTTP: a request, in one piece", "us/request", lambda name: found.a_request(name, True), A_REQUEST),
     ]
 
 
-def ratios(found: Found) -> list[tuple[str, list[float], float]]:
+def ratios(found: Found) -> list[tuple[str, list[float], float | None]]:
     """How many times less than vLLM, of each turn, by title; and the goal."""
     return [(work.title, _ratios(work.figures("vllm"), work.figures("outboard")), work.goal) for work in works(found)]
 
@@ -134,7 +145,11 @@ def report(found: Found, job: Job, reps: int) -> None:
     for work in works(found):
         ours, theirs, floor = (work.figures(name) for name in SERVERS)
         row = [work.title, work.unit, spread(ours).text(1), spread(theirs).text(1)]
-        row += [spread(_ratios(theirs, ours)).text(1), f"{work.goal:g}", spread(floor).text(1) if floor else ""]
+        row += [
+            spread(_ratios(theirs, ours)).text(1),
+            "" if work.goal is None else f"{work.goal:g}",
+            spread(floor).text(1) if floor else "",
+        ]
         row += [spread(_ratios(ours, floor)).text(1) if floor else ""]
         rows.append([*row, "" if work.of_floor is None else f"{work.of_floor:g}"])
     columns = [

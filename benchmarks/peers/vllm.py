@@ -174,7 +174,8 @@ def plot(path: str, rows: list[Work], found: Found, over_http: http.Found | None
     if over_http is not None:
         for title, pairs, goal in http.ratios(over_http):
             panel[title] = pairs
-            goals[title] = goal
+            if goal is not None:
+                goals[title] = goal
     bars(path, {"times better than vLLM; line: goal": panel}, goals, log=True)
 
 
