@@ -42,6 +42,7 @@ RUNS = [
     Run(
         "growth", "As things grow", [], ["--reps", "1", "--seconds", "1", "--streams", "1", "100", "--ranks", "1", "2"]
     ),
+    Run("open_streams", "Memory of open streams", [], ["--reps", "1", "--streams", "1000"]),
     Run("data_parallel", "Ranks", ["--reps", "3"], ["--reps", "1", "--seconds", "1", "--ranks", "1", "2"]),
     Run("elastic", "Ranks that come and go", [], ["--reps", "1"]),
     Run("failover", "An engine core is killed", [], ["--reps", "1"]),
