@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.http_load import Requests, Streams
-from benchmarks.measure import cpu_ns, descendants, show, spread, write_json
+from benchmarks.measure import cpu_ns, descendants, kernel_ns, show, spread, write_json
 from benchmarks.plots import add_outputs, bars
 
 SERVERS = ("plain", "outboard", "floor")
@@ -58,11 +58,12 @@ class Server(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What one measurement of streams gave; CPU times in ns."""
+    """What one measurement of streams gave; CPU times in ns. `kernel`: of the API process, that in system calls."""
 
     server: str
     tokens_per_second: float
     api_ns_per_token: float
+    kernel_ns_per_token: float
     engine_ns_per_token: float
     load_ns_per_token: float
     tokens_per_read: float
@@ -161,12 +162,15 @@ def measure_streams(name: str, server: Server, job: Job) -> Sample:
         load.run(WARM_UP)
         if len(load.open) != job.streams:
             raise RuntimeError(f"{job.streams - len(load.open)} streams ended at once")
-        cpu, tokens, reads = _Cpu(server), load.tokens, load.reads
+        kernel, cpu, tokens, reads = -kernel_ns(server.api), _Cpu(server), load.tokens, load.reads
         load.run(job.seconds)
         wall, api, engine, mine = cpu.used()
+        kernel += kernel_ns(server.api)
         tokens, reads = load.tokens - tokens, load.reads - reads
         metrics = _metrics_ms(server.port) if name == "outboard" else 0.0
-    return Sample(name, tokens / wall, api / tokens, engine / tokens, mine / tokens, tokens / reads, metrics)
+    return Sample(
+        name, tokens / wall, api / tokens, kernel / tokens, engine / tokens, mine / tokens, tokens / reads, metrics
+    )
 
 
 def measure_requests(
@@ -220,6 +224,7 @@ def report(samples: list[Sample], job: Job, reps: int) -> None:
                 server,
                 spread([one.tokens_per_second for one in mine]).text(),
                 spread([one.api_ns_per_token for one in mine]).text(1, 1000),
+                f"{spread([one.kernel_ns_per_token for one in mine]).median / 1000:.1f}",
                 spread([one.tokens_per_cpu_second for one in mine]).text(),
                 spread(ratios).text(2),
                 spread([one.engine_ns_per_token for one in mine]).text(1, 1000),
@@ -228,7 +233,15 @@ def report(samples: list[Sample], job: Job, reps: int) -> None:
                 spread([one.metrics_ms for one in mine]).text() if server == "outboard" else "",
             ]
         )
-    columns = ["server", "tokens/s", "API us/token", "tokens per CPU-second", "of plain", "engine us/token"]
+    columns = [
+        "server",
+        "tokens/s",
+        "API us/token",
+        "in the kernel",
+        "tokens per CPU-second",
+        "of plain",
+        "engine us/token",
+    ]
     columns += ["load us/token", "tokens/read", "/metrics ms"]
     title = f"{job.streams} streams over HTTP, a step every {job.step_ms:g} ms, median (least - most) of {reps}"
     show(title, columns, rows)

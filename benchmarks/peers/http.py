@@ -167,7 +167,14 @@ def report(found: Found, job: Job, reps: int) -> None:
         f"{name} {spread([one.tokens_per_second for one in found.streams if one.server == name]).median:,.0f}"
         for name in SERVERS
     ]
-    caption = f"tokens/s of the streams: {', '.join(rates)}; requests of one token on {job.connections} connections"
+    kernel = [
+        f"{name} {spread([one.kernel_ns_per_token for one in found.streams if one.server == name]).median / 1000:.1f}"
+        for name in SERVERS
+    ]
+    caption = (
+        f"tokens/s of the streams: {', '.join(rates)}; requests of one token on {job.connections} connections\n"
+        f"of a token of many streams in the kernel, us: {', '.join(kernel)}; a write for each token takes that"
+    )
     title = (
         f"vLLM's own server, {job.streams} streams, a step every {job.step_ms:g} ms, median (least - most) of {reps}"
     )
