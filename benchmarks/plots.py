@@ -12,7 +12,8 @@ from benchmarks.measure import Spread, spread
 
 __all__ = ["add_outputs", "bars", "lines"]
 
-_BAR = 0.34  # inches
+_BAR, _LETTER = 0.34, 0.075  # inches
+_WIDE = 10.0  # times; figures that differ by more are drawn on a logarithmic axis
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,8 @@ def bars(
     """
     pyplot = importlib.import_module("matplotlib.pyplot")
     most = max(len(panel) for panel in panels.values())
-    size = (max(6.0, 4.6 * len(panels)), 1.0 + _BAR * most)
+    longest = max(len(label) for panel in panels.values() for label in panel)
+    size = ((3.4 + _LETTER * longest) * len(panels), 1.0 + _BAR * most)
     figure, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for axis, (title, panel) in zip(axes[0], panels.items(), strict=True):
         found = [spread(values) for values in panel.values()]
@@ -56,13 +58,20 @@ def bars(
                 axis.plot([goals[label]] * 2, [place - 0.4, place + 0.4], color="tab:orange", linewidth=2.5)
         axis.set_yticks(places, list(panel))
         axis.invert_yaxis()
-        axis.set(title=title, xscale="log" if log else "linear")
+        axis.set_title(title, loc="left", fontsize=10)
+        if log:
+            axis.set(xscale="log", xlim=(min(1.0, *(one.least for one in found)), None))
+            axis.set_xticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+            axis.minorticks_off()
+            axis.set_xlim(axis.get_xlim()[0], 1.1 * max(max(one.most for one in found), *(goals or {}).values(), 1.0))
         axis.grid(axis="x", alpha=0.3)
     _save(figure, pyplot, path)
 
 
 def lines(path: str, panels: Mapping[str, tuple[str, Mapping[str, Mapping[float, Sequence[float]]]]]) -> None:
     """Draws a panel of lines for each x axis: medians, with a line from the least to the greatest.
+
+    The x axis is logarithmic; the y axis begins with 0, unless figures differ too much for that.
 
     Args:
         path: the file.
@@ -77,7 +86,16 @@ def lines(path: str, panels: Mapping[str, tuple[str, Mapping[str, Mapping[float,
             spreads = [spread(values) for values in points.values()]
             medians = [one.median for one in spreads]
             axis.errorbar(list(points), medians, yerr=_whiskers(spreads), fmt="o-", label=label)
-        axis.set(xscale="log", xlabel=x_title, ylabel=y_title, ylim=(0, None))
+        axis.set(xscale="log", xlabel=x_title, ylabel=y_title)
+        values = [value for points in found.values() for several in points.values() for value in several]
+        if max(values) > _WIDE * min(values):
+            axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:,g}")
+        else:
+            axis.set_ylim(0, 1.08 * max(values))
+        sizes = sorted({size for points in found.values() for size in points})
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8)
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
         if len(found) > 1:
             axis.legend(fontsize=8, frameon=False)
