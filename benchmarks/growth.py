@@ -42,12 +42,12 @@ GROWS = {
         "streams",
         "us a token",
         "A step is one message, which costs the same whatever it carries: a stream alone bears all of it, many share "
-        "it. With 10,000 the readers' tasks and slots no longer fit the processor's cache.",
+        "it. From 1,000 on it is flat.",
     ),
     "ranks": Grows(
         "ranks",
         "us a token",
-        "Flat or falling: steps of several ranks that end together are read in one turn of the event loop.",
+        "Flat or falling: of many ranks more messages are read in one turn of the event loop.",
     ),
     "front_ends": Grows(
         "front ends",
@@ -57,8 +57,8 @@ GROWS = {
     "prompt": Grows(
         "tokens of the prompt",
         "us a request",
-        "Flat to 1,000 tokens. Beyond, what has to be done for each of them shows: 32-bit integers are made of a "
-        "list of Python's, and copied into the socket.",
+        "Flat to 1,000 tokens. Beyond, what is done for each of them shows, some 30 ns: Python's integers are packed "
+        "into 32 bits each, and copied into the socket.",
     ),
 }
 

@@ -160,7 +160,8 @@ def report(rows: list[Work], found: Found, reps: int, loop: str) -> None:
         ours, theirs = ([answer[row.figure] for answer in answers[name]] for name in ("outboard", "vllm"))
         pairs = ratios(row, found)
         ratio = spread(pairs).text(1) if pairs else ""
-        digits = 3 if spread(theirs).median < 10 else 0
+        typical = spread(theirs).median
+        digits = 3 if typical < 10 else 1 if typical < 100 else 0
         goal = "" if row.goal is None else f"{row.goal:g}"
         lines.append([row.title, row.unit, spread(ours).text(digits), spread(theirs).text(digits), ratio, goal])
     columns = ["work", "unit", "Outboard", "vLLM", "times better", "goal"]
