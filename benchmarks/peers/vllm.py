@@ -161,7 +161,7 @@ def report(rows: list[Work], found: Found, reps: int, loop: str) -> None:
         pairs = ratios(row, found)
         ratio = spread(pairs).text(1) if pairs else ""
         typical = spread(theirs).median
-        digits = 3 if typical < 10 else 1 if typical < 100 else 0
+        digits = 5 if typical < 0.01 else 3 if typical < 10 else 1 if typical < 100 else 0
         goal = "" if row.goal is None else f"{row.goal:g}"
         lines.append([row.title, row.unit, spread(ours).text(digits), spread(theirs).text(digits), ratio, goal])
     columns = ["work", "unit", "Outboard", "vLLM", "times better", "goal"]
