@@ -57,7 +57,7 @@ def bars(
             if goals and label in goals:
                 axis.plot([goals[label]] * 2, [place - 0.4, place + 0.4], color="tab:orange", linewidth=2.5)
         axis.set_yticks(places, list(panel))
-        axis.invert_yaxis()
+        axis.set_ylim(len(panel) - 0.4, -0.6)
         axis.set_title(title, loc="left", fontsize=10)
         if log:
             axis.set(xscale="log", xlim=(min(1.0, *(one.least for one in found)), None))
