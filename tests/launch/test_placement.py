@@ -67,3 +67,9 @@ def test_the_starter_goes_by_the_placement() -> None:
         starter.start(1, 0, {})
     rooms.append(room("a", 1))
     assert starter.start(1, 0, {"X": "1"}) == ("id-a", 1, 0, {"X": "1"})
+
+
+def test_a_node_that_was_not_heard_since_its_hello_gets_none() -> None:
+    joining = Room("a", "far", 2, 0, joining=True)
+    assert Placement(0).choose([joining]) is None
+    assert "far (joining)" in Placement(0).no_room(0, [joining])

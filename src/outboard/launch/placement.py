@@ -23,6 +23,8 @@ class Room:
         places: engine cores that it can run.
         taken: places where one runs, starts or ends.
         leaving: whether it takes none any more.
+        joining: whether it has not been heard since its hello. That may be an old one, which a cut has held up, and
+            nobody there; what is started there would die with it.
     """
 
     node_id: str
@@ -30,11 +32,12 @@ class Room:
     places: int
     taken: int
     leaving: bool = False
+    joining: bool = False
 
     @property
     def free(self) -> int:
         """Places that a rank can have."""
-        return 0 if self.leaving else max(self.places - self.taken, 0)
+        return 0 if self.leaving or self.joining else max(self.places - self.taken, 0)
 
 
 class Placement:
@@ -64,12 +67,15 @@ class Placement:
         if not rooms:
             why = "no node has joined"
         else:
-            names = ", ".join(
-                f"{room.name} ({'leaving' if room.leaving else f'{room.taken} of {room.places} places taken'})"
-                for room in rooms
-            )
+            names = ", ".join(f"{room.name} ({_state_of(room)})" for room in rooms)
             why = f"no node has a free place: {names}"
         return f"no room: rank {rank} is to run on a node, and {why}; start one with `outboard node --join`"
+
+
+def _state_of(room: Room) -> str:
+    if room.leaving or room.joining:
+        return "leaving" if room.leaving else "joining"
+    return f"{room.taken} of {room.places} places taken"
 
 
 class LocalStarter:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import zmq
 
 from outboard.transport.network import connect, is_tcp
-from outboard.transport.sockets import ZmqContext, closed_on_error, os_errors, wait_readable
+from outboard.transport.sockets import ZmqContext, ZmqSocket, closed_on_error, os_errors, wait_readable
 
 __all__ = ["Spoke"]
 
@@ -35,18 +35,31 @@ class Spoke:
     """
 
     def __init__(self, context: ZmqContext, address: str, *, linger_ms: int = 0) -> None:
-        with os_errors():
-            self.socket = context.socket(zmq.DEALER)
-            with closed_on_error(self.socket):
-                self.socket.setsockopt(zmq.LINGER, linger_ms)
-                self.socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-                self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-                self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-                self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-                if is_tcp(address):  # the hub is to know it again when its connection is a new one
-                    self.socket.setsockopt(zmq.IDENTITY, b"s" + secrets.token_bytes(16))
-                connect(self.socket, address)
+        self._context = context
+        self._address = address
+        self._linger_ms = linger_ms
+        self.socket = self._connect()
         self.fd = int(self.socket.getsockopt(zmq.FD))
+
+    @os_errors()
+    def _connect(self) -> ZmqSocket:
+        socket = self._context.socket(zmq.DEALER)
+        with closed_on_error(socket):
+            socket.setsockopt(zmq.LINGER, self._linger_ms)
+            socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+            socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            if is_tcp(self._address):  # the hub is to know it again when its connection is a new one
+                socket.setsockopt(zmq.IDENTITY, b"s" + secrets.token_bytes(16))
+            connect(socket, self._address)
+        return socket
+
+    def renew(self) -> None:
+        """Gives up the socket for another one, which the hub takes for somebody else's. `socket` and `fd` change."""
+        socket, self.socket = self.socket, self._connect()
+        self.fd = int(self.socket.getsockopt(zmq.FD))
+        socket.close()
 
     def send(self, body: bytes) -> bool:
         """Sends; False if more is held for the hub than it is worth."""
@@ -66,6 +79,6 @@ class Spoke:
         """Waits until a message is there or one of `fds` is readable, at most `timeout` s; the readable `fds`."""
         return wait_readable(self.socket, fds, timeout)
 
-    def close(self) -> None:
-        """Idempotent."""
-        self.socket.close()
+    def close(self, *, linger: bool = True) -> None:
+        """Idempotent. Without `linger` what has not left is lost."""
+        self.socket.close(None if linger else 0)
