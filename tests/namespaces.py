@@ -20,7 +20,7 @@ from typing import Any
 from netlink_relay import DIRECTIONS
 
 _RELAY = Path(__file__).with_name("netlink_relay.py")
-_TUN = "/dev/net/tun"
+TUN = "/dev/net/tun"
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
@@ -34,8 +34,8 @@ def why_not() -> str:
         return "network namespaces need root"
     if shutil.which("ip") is None:
         return "network namespaces need the program `ip` (iproute2)"
-    if not Path(_TUN).exists():
-        return f"the link between the namespaces needs {_TUN}"
+    if not Path(TUN).exists():
+        return f"the link between the namespaces needs {TUN}"
     name = f"ob-try-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode:
@@ -179,7 +179,7 @@ def _ip(*arguments: str) -> None:
 @contextmanager
 def _tun_device() -> Iterator[int]:
     """The descriptor of a new device, which is gone when that is closed everywhere."""
-    fd = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         name = f"ob{os.getpid()}x{next(_count)}"[:15].encode()
         fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH", name, _IFF_TUN | _IFF_NO_PI))

@@ -205,6 +205,17 @@ async def serves_again(llm: AsyncLLM, group: EngineGroup) -> None:
     assert stream.error is None
 
 
+def test_why_these_tests_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(namespaces, "TUN", "/dev/no-such-device")
+        assert os.geteuid() or "/dev/no-such-device" in namespaces.why_not()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.which", lambda program: None)
+        assert os.geteuid() or "`ip`" in namespaces.why_not()
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "root" in namespaces.why_not()
+
+
 # --- a slow link that loses packets ----------------------------------------------------------------------------------
 
 
@@ -279,7 +290,7 @@ def test_a_longer_cut_ends_the_epoch(network: Network, token: Path, in_flight_po
 
         async def main() -> None:
             async with AsyncLLM(addresses=group.addresses) as llm:
-                streams = [Stream(llm, 3000) for _ in range(32)]
+                streams = [Stream(llm, 2000) for _ in range(32)]
                 await until(lambda: sum(len(stream.tokens) > 50 for stream in streams) == 24, 20)
                 assert in_flight(llm) == {0: 16, 1: 16}
                 call = asyncio.create_task(llm.client.call_utility_async("never", rank=1))
@@ -327,6 +338,63 @@ def test_a_link_that_is_cut_in_one_direction(network: Network, token: Path, way:
                 assert [(one["name"], one["taken"]) for one in group.stats()["nodes"]] == [("far", 1)]
                 assert engine_cores(node) == [pid_of(llm, 1)]
                 assert llm.client.stats()["dropped"] == {}
+
+        run(main())
+
+
+# --- connections that are reset --------------------------------------------------------------------------------------
+
+
+def reset(network: Network, ports: set[int]) -> int:
+    """Has the system of the far side reset its connections to these ports; how many there were."""
+    if shutil.which("ss") is None:
+        pytest.skip("to reset connections needs the program `ss` (iproute2)")
+    count = 0
+    for port in ports:
+        where = ["dst", network.near.address, "dport", "=", str(port)]
+        command = ["ip", "netns", "exec", network.far.name, "ss", "-KHtn", "state", "established", *where]
+        count += len(subprocess.run(command, capture_output=True, text=True).stdout.splitlines())
+    return count
+
+
+def test_connections_between_head_and_node_that_are_reset(network: Network, token: Path) -> None:
+    with running_group(network, token) as (group, _):
+
+        async def main() -> None:
+            ports = listening_ports()
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                streams = [Stream(llm, 2000) for _ in range(32)]
+                await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
+                if not reset(network, ports):
+                    pytest.skip("this kernel resets no connections (CONFIG_INET_DIAG_DESTROY)")
+                await asyncio.sleep(0.3)
+                # Who comes now is introduced to the engine core over a connection that is a new one.
+                async with AsyncLLM(addresses=group.addresses, client_index=1) as other:
+                    late = [Stream(other, 200, rank=1) for _ in range(4)]
+                    await ended([*streams, *late], 60)
+                assert not any(stream.error for stream in streams + late)
+                assert [engine.incarnation for engine in group.engines] == [0, 0]
+
+        run(main())
+
+
+def test_a_data_connection_that_is_reset_is_the_end_of_the_epoch(network: Network, token: Path) -> None:
+    with running_group(network, token, in_flight="resume") as (group, _):
+
+        async def main() -> None:
+            others = listening_ports()
+            async with AsyncLLM(addresses=group.addresses) as llm:
+                ports = listening_ports() - others
+                assert len(ports) == 2
+                streams = [Stream(llm, 5000) for _ in range(32)]
+                await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
+                if not reset(network, {max(ports)}):
+                    pytest.skip("this kernel resets no connections (CONFIG_INET_DIAG_DESTROY)")
+                await until(lambda: group.engines[1].state is EngineState.RESTARTING, 15)
+                assert "the connection to the engine core on node far has ended" in group.engines[1].death.reason
+                await ended(streams, 60)
+                assert not any(stream.error for stream in streams)
+                await serves_again(llm, group)
 
         run(main())
 
@@ -413,8 +481,8 @@ def test_a_node_that_is_stopped_for_longer(network: Network, token: Path) -> Non
 # --- strangers -------------------------------------------------------------------------------------------------------
 
 
-def listening_ports(network: Network) -> set[int]:
-    """Ports at which this process, in the near namespace, can be reached over the link."""
+def listening_ports() -> set[int]:
+    """Ports at which somebody listens in the namespace that this thread is in."""
     found = set()
     for line in Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]:
         local, _, state = line.split()[1:4]
@@ -432,7 +500,7 @@ def test_strangers_under_load(network: Network, token: Path) -> None:
                 streams = [Stream(llm, 4000) for _ in range(32)]
                 await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
                 assert group.stats()["refused"] == llm.client.stats()["refused"] == {}
-                ports = listening_ports(network)
+                ports = listening_ports()
                 assert PORT in ports
                 assert len(ports) == 5  # for nodes, control, the coordinator, and two for the data of rank 1
                 command = [sys.executable, str(Path(__file__).with_name("strangers_program.py")), network.near.address]
