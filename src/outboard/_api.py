@@ -6,7 +6,15 @@ from outboard.client.base import EngineCoreClient
 from outboard.client.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
 from outboard.client.inproc import InprocClient
 from outboard.client.sync_mp import SyncMPClient
-from outboard.config import EngineConfig, FaultConfig, ParallelConfig, RankOptions, RestartPolicy, TransportConfig
+from outboard.config import (
+    EngineConfig,
+    FaultConfig,
+    ParallelConfig,
+    RankOptions,
+    RayPlacement,
+    RestartPolicy,
+    TransportConfig,
+)
 from outboard.engine.core import EngineCore, OutputBatch, ParallelState, Tokenizer, utility
 from outboard.errors import *  # noqa: F403
 from outboard.errors import __all__ as _error_names
@@ -49,6 +57,7 @@ __all__ = [
     "ParallelConfig",
     "ParallelState",
     "RankOptions",
+    "RayPlacement",
     "RequestMetrics",
     "RequestOutput",
     "RequestStream",

@@ -28,6 +28,7 @@ OutboardError
       ├── EngineRemovedError     it was scaled away before this had ended (retryable)
       ├── EngineStartupError     it died or was refused before it was ready
       │    └── EngineStartupTimeout
+      │         └── NoRoomError   no machine had room for it in time
       └── ClientClosedError      the client was shut down; nothing died
 
 `error.retryable` says whether the same request may succeed when it is simply made again.
@@ -53,6 +54,7 @@ __all__ = [
     "EngineStartupTimeout",
     "InvalidRequestError",
     "ModelFileError",
+    "NoRoomError",
     "NotificationError",
     "OutboardError",
     "PromptTooLongError",
@@ -298,6 +300,10 @@ class EngineStartupError(EngineDeadError):
 
 class EngineStartupTimeout(EngineStartupError):
     """An engine core was not ready within `startup_timeout`; it has been killed."""
+
+
+class NoRoomError(EngineStartupTimeout):
+    """No node or Ray cluster had room for an engine core in time. The message says what is missing."""
 
 
 class ClientClosedError(EngineDeadError):

@@ -77,6 +77,7 @@ class Node:
         ranks: engine cores that it has room for.
         engine: the only engine that it is willing to run, as in `EngineConfig`; "": any.
         options: options that this engine must have.
+        lone_for: seconds without a head after which `run` ends; None: it tries for ever.
 
     Attributes:
         name: what people call it.
@@ -96,6 +97,7 @@ class Node:
         ranks: int = 1,
         engine: str = "",
         options: Mapping[str, Any] | None = None,
+        lone_for: float | None = None,
     ) -> None:
         self.name = name or socket.gethostname()
         self.joined = False
@@ -105,6 +107,7 @@ class Node:
         self._ranks = ranks
         self._engine = resolve_engine(engine) if engine else ""
         self._options = sendable_options(dict(options or {}))
+        self._lone_for = lone_for
         self._search_path = os.pathsep.join(search_path())
         self._stops = 0
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -124,7 +127,7 @@ class Node:
             os.close(stop_fd)
 
     def run(self) -> None:
-        """Serves one head after the other until `stop`.
+        """Serves one head after the other until `stop`, or until none has been there for too long.
 
         Raises:
             ConfigError: a head has refused this node for what it is; the message says why.
@@ -134,7 +137,7 @@ class Node:
         pause = _FIRST_PAUSE
         self._silent_since = self._said_at = time.monotonic()
         try:
-            while not self._stops:
+            while not self._stops and not self._is_lone():
                 born = time.monotonic()
                 self._live(session)
                 pause = _FIRST_PAUSE if time.monotonic() - born > _LONG_LIFE else min(pause * 2, _LONGEST_PAUSE)
@@ -142,6 +145,9 @@ class Node:
                     self._wait(pause)
         finally:
             session.remove()
+
+    def _is_lone(self) -> bool:
+        return self._lone_for is not None and time.monotonic() - self._silent_since >= self._lone_for
 
     def _live(self, session: SessionDirectory) -> None:
         """One life."""

@@ -149,6 +149,11 @@ class NodeDesk:
         node.ranks[process.key] = process
         return process
 
+    def lose(self, name: str, what: str) -> None:
+        """Gives up the node of this name, if it is there: somebody knows that it "has died", say."""
+        for node in [node for node in self._nodes.values() if node.name == name]:
+            self._lose(node, what)
+
     @property
     def refused(self) -> dict[str, int]:
         """How many connections of strangers were turned away, by reason. For any thread."""

@@ -1,0 +1,81 @@
+"""This process's connection to a Ray cluster."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import Any
+
+from outboard.config import RayPlacement
+from outboard.errors import ConfigError
+
+__all__ = ["RayCluster"]
+
+
+class _Uses:
+    """Ray has one connection a process, so this is one a process too: how many use the one that we have made."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+
+
+_USES = _Uses()
+
+
+class RayCluster:
+    """Connects, unless this process is connected already; then that connection is used, and left as it is.
+
+    Args:
+        placement: says to which cluster. Where none is named and none runs, one of this host alone is started.
+
+    Attributes:
+        ray: the module.
+        host: address of this host, by which the cluster knows it.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no such cluster. Ray itself takes up to a minute to tell.
+    """
+
+    def __init__(self, placement: RayPlacement) -> None:
+        self.ray = ray = _import()
+        self._ours = False
+        if placement.address.startswith("ray://"):
+            raise ConfigError(
+                "the head must be in the Ray cluster, ray:// only reaches in from outside: run it there, with "
+                "RayPlacement(address='auto')"
+            )
+        with _USES.lock:
+            if _USES.count or not ray.is_initialized():
+                if not ray.is_initialized():
+                    _connect(ray, placement.address)
+                    _USES.count = 0  # whoever had one has been disconnected by somebody else
+                _USES.count += 1
+                self._ours = True
+        self.host = str(ray.util.get_node_ip_address())
+
+    def close(self) -> None:
+        """Ends a connection that was made here once nobody uses it, and a cluster that was. Idempotent."""
+        with _USES.lock:
+            ours, self._ours = self._ours, False
+            if ours and _USES.count:
+                _USES.count -= 1
+                if not _USES.count:
+                    self.ray.shutdown()
+
+
+def _import() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("backend='ray' needs Ray: install it with pip install 'outboard[ray]'") from None
+
+
+def _connect(ray: Any, address: str) -> None:
+    try:
+        ray.init(address=address or None, include_dashboard=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        what = f"the Ray cluster {address!r}" if address else "Ray"
+        raise ConfigError(f"cannot connect to {what}: {error}; start one with `ray start --head`") from error
