@@ -32,6 +32,7 @@ NAMES = {
     "ParallelConfig",
     "ParallelState",
     "RankOptions",
+    "RayPlacement",
     "RequestMetrics",
     "RequestOutput",
     "RequestStream",

@@ -233,6 +233,9 @@ class EngineDeadError(OutboardError):
         exit_code: its exit code: 0 or more, or minus the signal that ended it; None if it is unknown.
         remote_type, remote_message, remote_traceback: the exception raised in the engine core, "" if there was none.
         stderr_tail: the last lines that it wrote to stderr.
+        lost: what became of the node where it ran, if that is why: "silent" for longer than `NetworkConfig.patience`,
+            "stopped" by its owner, or in a Ray cluster "preempted", "machine" (it has left the cluster) or "actor" (its
+            process has ended); "": the node was not why, or there was none.
     """
 
     def __init__(
@@ -248,6 +251,7 @@ class EngineDeadError(OutboardError):
         remote_message: str = "",
         remote_traceback: str = "",
         stderr_tail: str = "",
+        lost: str = "",
     ) -> None:
         super().__init__(reason)
         self.reason = reason
@@ -260,6 +264,7 @@ class EngineDeadError(OutboardError):
         self.remote_message = remote_message
         self.remote_traceback = remote_traceback
         self.stderr_tail = stderr_tail
+        self.lost = lost
 
     @property
     def signal(self) -> str | None:

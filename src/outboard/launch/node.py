@@ -200,6 +200,8 @@ class Node:
         )
         life.send(hello)
         deadline = time.monotonic() + _ANSWER_BOUND
+        if self._lone_for is not None:
+            deadline = min(deadline, self._silent_since + self._lone_for)
         while not self._stops and (left := deadline - time.monotonic()) > 0:
             life.wait([self._stop_fd], left)
             for message in life.messages():

@@ -38,13 +38,13 @@ class RayCluster:
     """
 
     def __init__(self, placement: RayPlacement) -> None:
-        self.ray = ray = _import()
         self._ours = False
         if placement.address.startswith("ray://"):
             raise ConfigError(
                 "the head must be in the Ray cluster, ray:// only reaches in from outside: run it there, with "
                 "RayPlacement(address='auto')"
             )
+        self.ray = ray = _import()
         with _USES.lock:
             if _USES.count or not ray.is_initialized():
                 if not ray.is_initialized():

@@ -85,18 +85,16 @@ def why_pending(scheduling_state: str) -> str:
     """Why a placement group has no place, from what Ray says of it."""
     if scheduling_state == "INFEASIBLE":
         return "no node of the Ray cluster has as much at all"
-    if scheduling_state == "PENDING_CREATION" or not scheduling_state:
-        return "Ray has not placed it yet"
     return "no node of the Ray cluster has as much free"
 
 
-def why_lost(text: str, preempted: bool) -> tuple[str, bool]:
-    """What has become of an actor, from Ray's error: "has died ...", and whether another one would fare no better."""
+def why_lost(text: str, preempted: bool) -> tuple[str, str]:
+    """What has become of an actor, from Ray's error: "has died", say; and in one word, see `EngineDeadError.lost`."""
     if "No module named 'outboard" in text:
         return (
             "cannot run Outboard: it is not installed there, or is another version; install the head's, or have Ray do "
             "it, with RayPlacement(runtime_env={'pip': ['outboard[ray]']})",
-            True,
+            "actor",
         )
     detail = ""
     if found := re.search(r"actor's node was ([^\n]+)", text):
@@ -104,10 +102,10 @@ def why_lost(text: str, preempted: bool) -> tuple[str, bool]:
     elif found := re.search(r"Worker exit type: (\w+) Worker exit detail: ([^.\n]*)", text):
         detail = f" ({found[1]}: {found[2].strip()})"
     if preempted:
-        return f"was preempted{detail}", False
+        return f"was preempted{detail}", "preempted"
     if "its node has died" in text:
-        return f"is lost, its machine has left the Ray cluster{detail}", False
+        return f"is lost, its machine has left the Ray cluster{detail}", "machine"
     if "worker process has died" in text:
-        return f"is lost, its actor's process has died{detail}", False
+        return f"is lost, its actor's process has died{detail}", "actor"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"is lost, its actor has died ({lines[-1][:_LONGEST] if lines else 'Ray does not say why'})", False
+    return f"is lost, its actor has died ({lines[-1][:_LONGEST] if lines else 'Ray does not say why'})", "actor"

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
@@ -25,6 +25,8 @@ logger = logging.getLogger("outboard.launch")
 # Seconds from one look at placement groups that wait to the next, and at nodes that are to be taken away.
 _LOOK = 0.1
 _LOOK_FOR_DRAINS = 1.0
+# Room that has just been given back takes a moment to be known; longer than this there is none, seconds.
+_TIME_TO_PLACE = 1.0
 # What one call waits for an actor's end; then it is asked again.
 _WAIT = 30.0
 # An actor that cannot be asked may only be away; it is asked again after so long.
@@ -56,11 +58,11 @@ class PlacePending:
 
 @dataclass(frozen=True, slots=True)
 class PlaceLost:
-    """The place is gone, and its node with it: it "has died", say. `final`: another one would fare no better."""
+    """The place is gone, and its node with it: it "has died", say; in one word as in `EngineDeadError.lost`."""
 
     number: int
     what: str
-    final: bool = False
+    word: str = "actor"
 
 
 PlaceNews: TypeAlias = PlaceMade | PlacePending | PlaceLost
@@ -73,11 +75,11 @@ class _Group:
     group: Any
     node_id: str = ""  # where it is, or will be if Ray does as it is asked
     name: str = ""
+    since: float = field(default_factory=time.monotonic)
     why: str = ""
     actor: Any = None
     ending: Any = None  # the call that returns at the actor's end
     ask_at: float | None = None
-    drained: str = ""
     drop_by: float | None = None
 
 
@@ -248,7 +250,7 @@ class RayPlaces:
             self._tell(PlaceMade(number, group.name))
             return
         why = why_pending(table["stats"]["scheduling_state"])
-        if why != group.why:
+        if why != group.why and time.monotonic() - group.since >= _TIME_TO_PLACE:
             group.why = why
             self._tell(PlacePending(number, why))
 
@@ -284,32 +286,28 @@ class RayPlaces:
             if failure is None:
                 self._watch(number, group)
                 return
-            self._lose(number, f"has ended: {failure}" if failure else group.drained or "was stopped")
+            self._lose(number, *((f"has ended: {failure}", "actor") if failure else ("was stopped", "stopped")))
         elif isinstance(error, self._errors.ActorUnavailableError):
             group.ask_at = time.monotonic() + _ASK_AGAIN
         else:
-            what, final = why_lost(str(error), bool(getattr(error, "preempted", False)))
-            self._lose(number, group.drained or what, final)
+            self._lose(number, *why_lost(str(error), bool(getattr(error, "preempted", False))))
 
     def _look_for_drains(self) -> None:
-        """A node that is to be taken away is left in time: its engine cores may end what they can."""
+        """What is on a machine that is to be taken away is lost at once, to be elsewhere when it goes."""
         if not self._groups:
             return
         draining = importlib.import_module("ray._private.state").state.get_draining_nodes()
-        for group in self._groups.values():
-            if group.node_id in draining and group.actor is not None and not group.drained:
-                group.drained = "was preempted: Ray takes its machine away"
-                self._lost_on[group.node_id] = time.monotonic()
-                logger.warning("node %s is being left: Ray takes its machine away", group.name)
-                group.actor.stop.remote()
+        for number, group in list(self._groups.items()):
+            if group.name and group.node_id in draining:
+                self._lose(number, "was preempted: Ray takes its machine away", "preempted")
 
     # --- the end of places ---
 
-    def _lose(self, number: int, what: str, final: bool = False) -> None:
+    def _lose(self, number: int, what: str, word: str) -> None:
         group = self._groups[number]
         if group.drop_by is None:
             self._lost_on[group.node_id] = time.monotonic()
-            self._tell(PlaceLost(number, what, final))
+            self._tell(PlaceLost(number, what, word))
         self._free(number)
 
     def _lose_all(self, what: str) -> None:

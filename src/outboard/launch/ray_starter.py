@@ -26,6 +26,7 @@ __all__ = ["Nodes", "Places", "RayStarter"]
 # A place that was lost before its node had joined is asked for again after so long, seconds, each time twice.
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
+_NOT_YET = "Ray has not placed it yet"
 
 
 class Places(Protocol):
@@ -45,7 +46,7 @@ class Nodes(Protocol):
 
     def rooms(self) -> list[Room]: ...
     def start(self, node_id: str, rank: int, incarnation: int, env: Mapping[str, str]) -> RankProcess: ...
-    def lose(self, name: str, what: str) -> None: ...
+    def lose(self, name: str, what: str, word: str) -> None: ...
 
 
 class _State(Enum):
@@ -160,7 +161,7 @@ class RayStarter(RankStarter):
                 self._lost(rank, place, news)
 
     def _lost(self, rank: int, place: _Place, news: PlaceLost) -> None:
-        self._nodes.lose(place.name, news.what)
+        self._nodes.lose(place.name, news.what, news.word)
         if place.state is not _State.JOINED and rank not in self._old:
             what = f"its node {place.name}" if place.name else "its place"
             place.state, place.why = _State.FAILED, f"{what} in the Ray cluster {news.what}"
@@ -176,7 +177,7 @@ class RayStarter(RankStarter):
             seconds = f"within {self._placement.timeout:g} s"
             self._places.drop(place.number)
             place.state, place.error = _State.FAILED, NoRoomError
-            place.why = f"no room in the Ray cluster {seconds} for {describe(self._placement)}: {place.why}"
+            place.why = f"no room in the Ray cluster {seconds} for {describe(self._placement)}: {place.why or _NOT_YET}"
 
     def _look_at_others(self, rank: int) -> None:
         """Raises `NoRoom` while another new rank has none, where this one is new too."""
@@ -195,6 +196,6 @@ class RayStarter(RankStarter):
 
     def _why(self, rank: int, place: _Place) -> str:
         if place.state is _State.ASKED:
-            why = place.why or "Ray has been asked"
+            why = place.why or _NOT_YET
             return f"no room: rank {rank} waits for {describe(self._placement)} in the Ray cluster: {why}"
         return f"rank {rank} waits for its node {place.name}, which Ray starts"
