@@ -30,6 +30,7 @@ from outboard import (
 from outboard.config import NetworkConfig
 
 pytestmark = [
+    pytest.mark.xdist_group("ray"),  # one cluster
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the ray extra"),
     # Of Ray's own: the pipes and processes of its daemons, which it leaves to the interpreter's end.
     pytest.mark.filterwarnings("ignore::ResourceWarning:ray"),

@@ -209,7 +209,7 @@ class FakeLauncher:
             self.send_body(msgspec.msgpack.encode(message))
 
     def send_body(self, *frames: bytes) -> None:
-        self._server._socket.send_multipart([self.peer, *frames])
+        self._server._sockets[self.peer[:1]].send_multipart([self.peer[1:], *frames])
 
     def receive(self, kind: Any) -> Any:
         deadline = time.monotonic() + BOUND

@@ -277,6 +277,8 @@ def test_a_node_that_was_given_up_is_told_so_and_may_join_again(head: Head) -> N
     [refused] = head.hear(b"n1", NodePing("n1"))
     assert isinstance(refused, NodeRefused)
     assert not refused.final
+    assert head.hear(b"n1", NodeLeaves("n1", "has heard nothing", True)) == []  # its last words need no answer
+    assert head.desk.dropped == {"unknown node": 1}
     [welcome] = head.join("n2", replaces=["n1"])
     assert isinstance(welcome, NodeWelcome)
     assert len(head.desk.rooms()) == 1
@@ -309,12 +311,12 @@ def test_a_node_that_leaves_gets_no_ranks_and_is_named_as_the_cause(head: Head) 
     process = head.desk.start("n1", 0, 0, {})
     wanted = head.desk.start("n1", 1, 0, {})
     wanted.terminate()
-    head.hear(b"n1", NodeLeaves("n1", False))
+    head.hear(b"n1", NodeLeaves("n1", "is being stopped", False))
     assert head.desk.rooms()[0].free == 0
     head.hear(b"n1", RankExited(0, 0, 8, 0), RankExited(1, 0, 9, 0))
     assert reason(process).endswith("died while running: its node name-n1 is being stopped.")
     assert reason(wanted, "stopping").endswith("died while stopping: exit code 0.")
-    head.hear(b"n1", NodeLeaves("n1", True))
+    head.hear(b"n1", NodeLeaves("n1", "is being stopped", True))
     assert head.desk.rooms() == []
     for one in (process, wanted):
         one.close()

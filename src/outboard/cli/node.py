@@ -10,15 +10,14 @@ from typing import Annotated
 
 import typer
 
+from outboard.cli.network import head_address, secret_of
 from outboard.cli.options import exit_status, parse_options
 from outboard.errors import ConfigError
 from outboard.launch.node import Node
-from outboard.transport.curve import new_token_file, read_token_file
+from outboard.transport.curve import new_token_file
 from outboard.transport.node_server import node_context
 
-__all__ = ["DEFAULT_PORT", "head_address", "node"]
-
-DEFAULT_PORT = 5570
+__all__ = ["node"]
 
 
 def node(
@@ -49,14 +48,14 @@ def node(
             new_token_file(new_token)
             typer.echo(f"outboard: made {new_token}; copy it to the head and to every node, for nobody else to read")
             return
-        if join is None or token_file is None:
-            raise ConfigError("a node needs --join HEAD[:PORT] and --token-file FILE, which --new-token FILE makes")
+        if join is None:
+            raise ConfigError("a node needs --join HEAD[:PORT]")
         if ranks < 1:
             raise ConfigError(f"--ranks must be at least 1, not {ranks}")
         if option and not engine:
             raise ConfigError("--option says what the engine must have that --engine names: give both")
         address = head_address(join)
-        secret = read_token_file(token_file)
+        secret = secret_of(token_file)
         logging.getLogger("outboard").setLevel(logging.INFO)
         context = node_context(secret)
         try:
@@ -68,21 +67,6 @@ def node(
             run.close()
         finally:
             context.term()
-
-
-def head_address(join: str) -> str:
-    """The ZeroMQ address of "HEAD", "HEAD:PORT", "[IPV6]" or "[IPV6]:PORT".
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    host, colon, port = join.rpartition(":")
-    if not colon or join.endswith("]"):
-        host, port = join, str(DEFAULT_PORT)
-    bare = not host.startswith("[") and ":" in host
-    if not host or bare or "/" in join or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise ConfigError(f"--join takes HEAD[:PORT], such as head-0.local:{DEFAULT_PORT} or [fd00::1], not {join!r}")
-    return f"tcp://{host}:{port}"
 
 
 class _signals_to:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from outboard.cli.network import DEFAULT_PORT, head_network
 from outboard.cli.options import exit_status, parse_options
 from outboard.config import EngineConfig, FaultConfig, ParallelConfig, RestartPolicy
 from outboard.dp.balancing import make_policy
@@ -20,6 +21,7 @@ __all__ = ["serve"]
 
 _DEFAULTS = FaultConfig()
 _API, _LIMITS, _ENGINES, _FAULTS, _OPERATION = "API", "Limits", "Engine cores", "Faults", "Operation"
+_NODES = "Nodes: engine cores on other machines"
 
 
 def serve(
@@ -80,6 +82,43 @@ def serve(
             rich_help_panel=_ENGINES,
         ),
     ] = "least_loaded",
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="INTERFACE",
+            help="Let nodes join (`outboard node`): a network interface, or an address of this host.",
+            rich_help_panel=_NODES,
+        ),
+    ] = None,
+    local_ranks: Annotated[
+        int | None,
+        typer.Option(help="Engine cores on this host; the others are on nodes. Default: 1.", rich_help_panel=_NODES),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of the secret that nodes share; `outboard node --new-token` makes it.", rich_help_panel=_NODES
+        ),
+    ] = None,
+    join_port: Annotated[
+        int | None, typer.Option(help=f"Where nodes join. Default: {DEFAULT_PORT}.", rich_help_panel=_NODES)
+    ] = None,
+    ports: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST-LAST",
+            help="Ports of all other connections; default: any.",
+            rich_help_panel=_NODES,
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Where nodes reach this host, if not there.", rich_help_panel=_NODES),
+    ] = None,
+    node_patience: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="How long a node may be silent. Default: 10.", rich_help_panel=_NODES),
+    ] = None,
     restart: Annotated[
         Literal["never", "on-failure"], typer.Option(help="What to do when one dies.", rich_help_panel=_FAULTS)
     ] = "never",
@@ -175,10 +214,16 @@ def serve(
             max_queued=max_queued,
         )
         parallel = ParallelConfig(data_parallel_size=data_parallel_size, max_size=max_data_parallel_size, policy=policy)
-        what = EngineConfig(engine=engine, options=parse_options(option or []), parallel=parallel, faults=faults)
+        network = head_network(listen, advertise, join_port, ports, token_file, local_ranks, node_patience)
+        what = EngineConfig(
+            engine=engine, options=parse_options(option or []), parallel=parallel, faults=faults, network=network
+        )
         for name in ("OUTBOARD_API_KEY", "OUTBOARD_ADMIN_KEY"):
             os.environ.pop(name, None)  # engines have no business with them
         configure_logs(log_format, log_level)
+
+        if network is not None:
+            typer.echo(f"outboard: nodes may join at port {network.port} of {network.advertise or network.listen}")
 
         async def run() -> int:
             supervisor = Supervisor(what, config)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from outboard.config import NetworkConfig
 from outboard.dp.coordinator_state import LoadBoard, LoadReport, Publication
 from outboard.dp.messages import AskControl, JoinAsFrontEnd, Joined, ListenAsRank, SpeakAsRank
 from outboard.dp.wave_coordinator import ToRank, WaveCoordinator
@@ -23,6 +24,7 @@ from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.control import Acknowledge, CoordinatorReady, Members
 from outboard.protocol.environment import CoordinatorEnvironment
+from outboard.transport.curve import SessionKeys
 from outboard.transport.sockets import ControlServer, make_context
 from outboard.transport.spoke import Spoke
 
@@ -206,11 +208,13 @@ def main() -> None:
     """Runs until it is killed: by its launcher, or by its warden once that is gone."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     who = CoordinatorEnvironment.take_from(os.environ)
-    context = make_context()
-    socket = ControlServer(context, who.coordinator_address, high_water_mark=_HIGH_WATER_MARK)
+    network = msgspec.json.decode(who.network, type=NetworkConfig) if who.network else None
+    context = make_context(msgspec.json.decode(who.keys, type=SessionKeys) if who.keys else None)
+    socket = ControlServer(context, who.coordinator_address, _HIGH_WATER_MARK, network)
     launcher = Spoke(context, who.control_address)
     coordinator = DPCoordinator(socket, who.session_token, who.incarnation, launcher=launcher)
-    launcher.send(msgspec.msgpack.encode(CoordinatorReady(who.session_token, who.incarnation, os.getpid())))
+    ready = CoordinatorReady(who.session_token, who.incarnation, os.getpid(), socket.tcp_address)
+    launcher.send(msgspec.msgpack.encode(ready))
     while True:
         coordinator.turn()
 

@@ -6,10 +6,14 @@ import logging
 import os
 import sys
 
+import msgspec
+
+from outboard.config import NetworkConfig
 from outboard.errors import EngineStartupError
 from outboard.launch.process import EngineProcess, describe_exit
 from outboard.protocol.control import CoordinatorAt, CoordinatorReady
 from outboard.protocol.environment import CoordinatorEnvironment
+from outboard.transport.curve import SessionKeys
 from outboard.transport.session import SessionDirectory
 
 __all__ = ["CoordinatorKeeper"]
@@ -33,17 +37,27 @@ class CoordinatorKeeper:
     Args:
         session: directory and token.
         control_address: where the coordinator finds the launcher.
+        network, keys: for ranks on other hosts; None: there are none.
 
     Attributes:
         incarnation: of the coordinator that runs, or ran last.
         process: it; None before the first, and between two.
         place: where it can be reached; None: nowhere now.
+        far_place: the same for ranks on other hosts.
         due: when to call `tick`; None: nothing is due.
         failure: why there is none, and will be none.
     """
 
-    def __init__(self, session: SessionDirectory, control_address: str) -> None:
+    def __init__(
+        self,
+        session: SessionDirectory,
+        control_address: str,
+        network: NetworkConfig | None = None,
+        keys: SessionKeys | None = None,
+    ) -> None:
         self._session = session
+        self._network = _encode(network)
+        self._keys = _encode(keys)
         self._control_address = control_address
         self._started_at = 0.0
         self._pause = 0.0
@@ -52,6 +66,7 @@ class CoordinatorKeeper:
         self.incarnation = -1
         self.process: EngineProcess | None = None
         self.place: CoordinatorAt | None = None
+        self.far_place: CoordinatorAt | None = None
         self.due: float | None = None
         self.failure: EngineStartupError | None = None
 
@@ -66,7 +81,12 @@ class CoordinatorKeeper:
         self.incarnation += 1
         self._started_at = now
         where = CoordinatorEnvironment(
-            self._control_address, self._session.token, self._address(self.incarnation), self.incarnation
+            self._control_address,
+            self._session.token,
+            self._address(self.incarnation),
+            self.incarnation,
+            self._network,
+            self._keys,
         )
         command = [sys.executable, "-P", "-m", "outboard.dp.coordinator"]
         try:
@@ -91,11 +111,13 @@ class CoordinatorKeeper:
         self.process.identify(message.pid, message.pid)
         self._failures = 0
         self.place = CoordinatorAt(self.incarnation, self._address(self.incarnation))
+        if message.tcp_address:
+            self.far_place = CoordinatorAt(self.incarnation, message.tcp_address)
         return self.place
 
     def exited(self, now: float) -> None:
         """The process has ended, and all that belongs to it."""
-        process, self.process, self.place = self.process, None, None
+        process, self.process, self.place, self.far_place = self.process, None, None, None
         assert process is not None  # its sentinel told
         self.due = None
         if not self._stopping:
@@ -129,3 +151,7 @@ class CoordinatorKeeper:
 
     def _address(self, incarnation: int) -> str:
         return self._session.address(f"coord-{incarnation}")
+
+
+def _encode(value: NetworkConfig | SessionKeys | None) -> str:
+    return "" if value is None else msgspec.json.encode(value).decode()

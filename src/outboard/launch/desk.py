@@ -419,7 +419,8 @@ class ControlDesk:
 
     def _introduce(self, rank: EngineRank) -> None:
         """Tells an engine core that is ready where the coordinator is; one of a lockstep group, once all are ready."""
-        place, ready = self._coordinator.place, rank.is_ready
+        place = self._coordinator.far_place if rank.node else self._coordinator.place
+        ready = rank.is_ready
         if rank.lockstep:  # one that joins is told when its group is
             ready = not rank.joining and all(one.is_ready for one in self._ranks[: self.members])
         if place is not None and rank.peer and ready:

@@ -97,7 +97,7 @@ class EngineGroup:
             if nodes is not None:
                 undo.callback(nodes.close)
             undo.callback(starter.close)
-            launcher = Launcher(config, inits, context, session, control, address, starter, nodes, cancel_fd)
+            launcher = Launcher(config, inits, context, session, control, address, starter, nodes, keys, cancel_fd)
             self._launcher, self._nodes = launcher, nodes
             launcher.thread.start()
             undo.pop_all()

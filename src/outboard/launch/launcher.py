@@ -28,6 +28,7 @@ from outboard.launch.startup import InitMaker, StartCancelled
 from outboard.launch.thread_signals import leave_signals_to_main
 from outboard.protocol.control import EngineState
 from outboard.protocol.nodes import RankProgress
+from outboard.transport.curve import SessionKeys
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, ZmqContext
 
@@ -49,6 +50,7 @@ class Launcher:
         control_address: where `control` is bound.
         starter: starts the processes of ranks.
         nodes: those that start some; None: none does. Becomes the launcher's own.
+        keys: of connections to other hosts; None: there are none.
         cancel_fd: a descriptor that becomes readable when start-up is to be given up.
 
     Attributes:
@@ -67,6 +69,7 @@ class Launcher:
         control_address: str,
         starter: RankStarter,
         nodes: NodeDesk | None = None,
+        keys: SessionKeys | None = None,
         cancel_fd: int | None = None,
     ) -> None:
         self._config = config
@@ -74,7 +77,7 @@ class Launcher:
         self._session = session
         self._control = control
         self._cancel_fd = cancel_fd
-        self._coordinator = CoordinatorKeeper(session, control_address)
+        self._coordinator = CoordinatorKeeper(session, control_address, config.network, keys)
         self._group = LockstepGroup(config, session, self._coordinator)
         self._inits = inits
         self._starter = starter

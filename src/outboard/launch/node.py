@@ -62,6 +62,8 @@ _LONG_LIFE = 30.0
 _LINGER_MS = 1000
 # Of so many lives in which no answer came a head is told, should it have heard of them.
 _MOST_EARLIER = 100
+# What has happened to a node.
+_STOPPED = "is being stopped"
 # How often to say that no head answers, seconds.
 _SAY_AGAIN = 60.0
 
@@ -164,16 +166,18 @@ class Node:
             ranks = NodeRanks(welcome, session, self._ranks, self._search_path)
             try:
                 reason = self._serve(life, ranks, welcome)
+            except BaseException:
+                ranks.end_all()
+                raise
             finally:
                 self.joined = False
-                ended = len(ranks)
-                for exited in ranks.end_all():
-                    life.send(exited)
-            if self._stops:
-                life.send(NodeLeaves(node_id, True))
-                return
+            life.send(NodeLeaves(node_id, reason, False))
+            exits = ranks.end_all()
+            for last_words in (*exits, NodeLeaves(node_id, reason, True)):
+                life.send(last_words)
             self._silent_since = self._said_at = time.monotonic()
-            logger.warning("left the head at %s: %s; %d engine cores were ended", self._head, reason, ended)
+            if not self._stops:
+                logger.warning("node %s %s; %d engine cores have been ended", self.name, reason, len(exits))
         finally:
             spoke.close()
 
@@ -213,7 +217,7 @@ class Node:
                     return None
         self._earlier.append(life.node_id)  # it may have been welcomed in vain
         if self._stops:
-            life.send(NodeLeaves(life.node_id, True))
+            life.send(NodeLeaves(life.node_id, _STOPPED, True))
         self._say_silent()
         return None
 
@@ -231,7 +235,7 @@ class Node:
     # --- serving ---
 
     def _serve(self, life: _Life, ranks: NodeRanks, welcome: NodeWelcome) -> str:
-        """Does what the head wants; why that is over."""
+        """Does what the head wants; what has happened to this node when that is over."""
         now = time.monotonic()
         silence = Silence(welcome.patience, welcome.interval, now)
         ping_at = now
@@ -244,24 +248,24 @@ class Node:
             for message in life.messages():
                 silence.heard()
                 if isinstance(message, HeadLeaves):
-                    return "it has ended"
+                    return "has been left by its head"
                 if isinstance(message, NodeRefused):
-                    return message.reason
+                    return "is not known to its head any more"
                 self._obey(message, life, ranks, now)
             for exited in ranks.look(now):
                 life.send(exited)
             if silence.listened(now):
-                return f"it has been silent for {silence.seconds:.1f} s"
+                return f"has heard nothing of its head for {silence.seconds:.1f} s"
             if stops != self._stops:
                 stops = self._take_stop()
                 leave_by = self._leave(life, ranks, stops, now + welcome.shutdown_timeout)
             if leave_by is not None and (not len(ranks) or stops > 1 or now >= leave_by):
-                return "this node is being stopped"
+                return _STOPPED
             if now >= ping_at:
                 ping_at = now + welcome.interval
                 life.send(NodePing(life.node_id))
                 if stops:
-                    life.send(NodeLeaves(life.node_id, False))
+                    life.send(NodeLeaves(life.node_id, _STOPPED, False))
                 for message in (*ranks.unanswered(), *ranks.progress()):
                     life.send(message)
 
@@ -291,7 +295,7 @@ class Node:
     def _leave(self, life: _Life, ranks: NodeRanks, stops: int, by: float) -> float:
         """Tells the head that this node goes, and its engine cores to end; by when they must have."""
         if stops == 1:
-            life.send(NodeLeaves(life.node_id, False))
+            life.send(NodeLeaves(life.node_id, _STOPPED, False))
             ranks.terminate_all()
         return by
 

@@ -276,20 +276,22 @@ class NodeDesk:
 
     def _on_sign(self, sender: bytes, message: NodePing | NodeLeaves) -> None:
         node = self._nodes.get(message.node_id)
+        if node is None and isinstance(message, NodeLeaves):
+            return  # that was given up before
         if node is None:
-            self._drop("unknown node", f"{type(message).__name__} of a node that has not joined, or was lost")
+            self._drop("unknown node", "NodePing of a node that has not joined, or was lost")
             self._send(sender, NodeRefused(message.node_id, "this head does not know it, or has given it up", False))
             return
         node.peer = sender  # it may have lost its connection, and have another one
         node.silence.heard()
         if isinstance(message, NodeLeaves):
             if not node.leaving:
-                logger.info("node %s is being stopped", node.name)
+                logger.info("node %s %s", node.name, message.reason)
             node.leaving = True
             for process in node.ranks.values():
-                process.node_leaves = True
+                process.node_leaves = message.reason
             if message.over:
-                self._lose(node, "was stopped", "stopped")
+                self._lose(node, message.reason, "stopped")
 
     def _on_rank(self, node: _Node, message: RankStarted | RankExited | RankProgress) -> None:
         process = node.ranks.get((message.rank, message.incarnation))
@@ -307,7 +309,7 @@ class NodeDesk:
 
     def _lose(self, node: _Node, what: str, word: str) -> None:
         del self._nodes[node.node_id]
-        logger.log(logging.WARNING if node.ranks else logging.INFO, "node %s %s", node.name, what)
+        logger.log(logging.WARNING if node.ranks else logging.INFO, "node %s has gone: it %s", node.name, what)
         for process in node.ranks.values():
             process.lose(f"its node {node.name} {what}", word)
 

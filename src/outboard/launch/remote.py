@@ -37,7 +37,7 @@ class RemoteProcess:
         exited: how it ended, as the node told; None: it has not.
         lost: why nothing more will be heard of it; "": that is not so.
         lost_as: the same in one word, see `EngineDeadError.lost`.
-        node_leaves: whether its node is being stopped, and so ends it.
+        node_leaves: why its node ends it, such as "is being stopped"; "": it does not.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RemoteProcess:
         self.node = node
         self.exited: RankExited | None = None
         self.lost = self.lost_as = ""
-        self.node_leaves = False
+        self.node_leaves = ""
         self._rank, self._incarnation = rank, incarnation
         self._env = env
         self._tell = tell
@@ -129,7 +129,7 @@ class RemoteProcess:
         elif self.lost:
             reason = reason or died(known, self.lost, self.node)
         elif self.node_leaves and self._wanted is _Wanted.RUN:
-            reason = reason or died(known, f"its node {self.node} is being stopped", self.node)
+            reason = reason or died(known, f"its node {self.node} {self.node_leaves}", self.node)
         return death_error(cls, reason, known, exited.verdict if exited is not None else "", self.node)
 
     @property

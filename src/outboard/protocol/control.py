@@ -298,11 +298,12 @@ class DetachClient(msgspec.Struct, array_like=True, tag="detach_client"):
 
 
 class CoordinatorReady(msgspec.Struct, array_like=True, tag="coordinator_ready"):
-    """First and last message of a coordinator: it can be reached."""
+    """First and last message of a coordinator: it can be reached, on other hosts at `tcp_address`."""
 
     session_token: str
     incarnation: int
     pid: int
+    tcp_address: str = ""
 
 
 class CoordinatorAt(msgspec.Struct, array_like=True, tag="coordinator_at"):

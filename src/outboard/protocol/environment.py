@@ -59,9 +59,13 @@ class CoordinatorEnvironment(_Environment, frozen=True):
         control_address, session_token: as of an engine core.
         coordinator_address: where to bind.
         incarnation: how often the coordinator has been started before.
+        network: where to listen for engine cores on other hosts, as JSON; "": nowhere.
+        keys: what encrypts that.
     """
 
     control_address: str
     session_token: str
     coordinator_address: str
     incarnation: int
+    network: str = ""
+    keys: str = ""

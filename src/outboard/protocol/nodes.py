@@ -85,9 +85,16 @@ class NodePing(msgspec.Struct, array_like=True, tag="node_ping"):
 
 
 class NodeLeaves(msgspec.Struct, array_like=True, tag="node_leaves"):
-    """The node takes no more ranks, and ends those that it has. `over`: it has none left, and goes."""
+    """The node takes no more ranks, and ends those that it has.
+
+    Attributes:
+        node_id: of the node.
+        reason: what happens to it, such as "is being stopped".
+        over: whether it has none left, and this life of it is over.
+    """
 
     node_id: str
+    reason: str
     over: bool
 
 

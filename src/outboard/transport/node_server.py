@@ -57,6 +57,8 @@ class NodeServer:
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
             self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
             self._socket.setsockopt(zmq.RCVHWM, 0)
+            # Who comes back, before it was noticed that it had gone, is not turned away.
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             with os_errors():
                 self.address = bind_tcp(self._socket, network, network.port)
         except BaseException:

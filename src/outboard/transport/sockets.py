@@ -17,6 +17,7 @@ import functools
 import math
 import os
 import resource
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,7 +29,7 @@ from zmq.backend import Socket as SocketBase
 from outboard.config import NetworkConfig, TransportConfig
 from outboard.protocol.tensors import Buffer
 from outboard.transport.curve import KeyedContext, SessionKeys
-from outboard.transport.network import bind_tcp, connect
+from outboard.transport.network import bind_tcp, connect, is_tcp
 
 __all__ = [
     "ContextTerminated",
@@ -284,6 +285,8 @@ class ControlServer:
                 socket.setsockopt(zmq.RCVHWM, 0)
             self._sockets[_LOCAL].bind(address)
             if network is not None:
+                # Who comes back, before it was noticed that it had gone, is not turned away.
+                self._sockets[_FAR].setsockopt(zmq.ROUTER_HANDOVER, 1)
                 self.tcp_address = bind_tcp(self._sockets[_FAR], network, port)
             undo.pop_all()
 
@@ -326,6 +329,8 @@ class ControlClient:
     def __init__(self, context: ZmqContext, address: str) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        if is_tcp(address):  # it stays when the connection is a new one; nobody can guess it, and take that place
+            self._socket.setsockopt(zmq.IDENTITY, b"e" + secrets.token_bytes(16))
         with closed_on_error(self._socket):
             connect(self._socket, address)
         self.fd = int(self._socket.getsockopt(zmq.FD))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 import zmq
 
-from outboard.transport.network import connect
+from outboard.transport.network import connect, is_tcp
 from outboard.transport.sockets import ZmqContext, wait_readable
 
 __all__ = ["Spoke"]
@@ -41,6 +42,8 @@ class Spoke:
             self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
             self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
             self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            if is_tcp(address):  # the hub is to know it again when its connection is a new one
+                self.socket.setsockopt(zmq.IDENTITY, b"s" + secrets.token_bytes(16))
             connect(self.socket, address)
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"ZeroMQ: {error.strerror}") from error
