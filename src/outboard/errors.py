@@ -234,8 +234,8 @@ class EngineDeadError(OutboardError):
         remote_type, remote_message, remote_traceback: the exception raised in the engine core, "" if there was none.
         stderr_tail: the last lines that it wrote to stderr.
         lost: what became of the node where it ran, if that is why: "silent" for longer than `NetworkConfig.patience`,
-            "stopped" (it has said that it ends), or in a Ray cluster "preempted", "machine" (it has left the cluster) or
-            "actor" (its process has ended); "": the node was not why, or there was none.
+            "stopped" (it has said that it ends), or in a Ray cluster "preempted", "machine" (it has left the cluster),
+            or "actor" (its process has ended); "": the node was not why, or there was none.
     """
 
     def __init__(
