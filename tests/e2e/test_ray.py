@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
@@ -16,18 +17,24 @@ import psutil
 import pytest
 
 from outboard import (
+    AsyncLLM,
+    DPLBAsyncMPClient,
     EngineConfig,
     EngineGroup,
+    EngineRestartedError,
     EngineState,
     FaultConfig,
     NoRoomError,
     ParallelConfig,
     RayPlacement,
     RestartPolicy,
+    SamplingParams,
+    ScaleProgress,
     ScaleRolledBackError,
     launch_engines,
 )
 from outboard.config import NetworkConfig
+from support import Run
 
 pytestmark = [
     pytest.mark.xdist_group("ray"),  # one cluster
@@ -37,6 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*ResourceWarning:pytest.PytestUnraisableExceptionWarning"),
 ]
 
+ALPHABET = [97 + i % 26 for i in range(1000)]
 SEATS = 2  # on each node
 # Ray listens on the loopback address only; it has no other switch for that.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -53,6 +61,20 @@ def until(condition: Callable[[], Any], what: str, timeout: float = 20.0) -> Any
         assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
         time.sleep(0.02)
     return value
+
+
+async def until_async(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def read(llm: AsyncLLM, count: int) -> list[int]:
+    got: list[int] = []
+    params = SamplingParams(max_tokens=count, output_kind="delta", detokenize=False)
+    async for output in llm.generate([1], params):
+        got += output.outputs[0].token_ids
+    return got
 
 
 class Ray:
@@ -156,25 +178,41 @@ def actor_of(pid: int) -> psutil.Process:
     return next(one for one in psutil.Process(pid).parents() if one.name().startswith("ray::"))
 
 
-def test_ranks_spread_over_all_nodes_and_return_when_one_is_removed(ray: Ray) -> None:
+def test_ranks_spread_and_one_machine_that_goes_takes_no_other_with_it(ray: Ray, run: Run) -> None:
+    async def main(group: EngineGroup) -> None:
+        async with AsyncLLM(addresses=group.addresses) as llm:
+            before = group.engines
+            gone = next(host(one.node) for one in before if any(host(one.node) == w.node_id[:6] for w in ray.workers))
+            lost = [one for one in before if host(one.node) == gone]
+            streams = [asyncio.create_task(read(llm, 1000)) for _ in range(24)]
+            await asyncio.sleep(0)
+            await until_async(lambda: llm.client.stats()["requests"] == 24)
+            await asyncio.sleep(0.3)  # let tokens flow
+            removed = time.monotonic()
+            ray.remove(lost[0].node, graceful=True)
+            ended = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 30)
+            assert {type(one) for one in ended} == {list, EngineRestartedError}
+            for one in ended:
+                if isinstance(one, EngineRestartedError):
+                    assert one.rank in [engine.rank for engine in lost]
+                    assert one.lost == "machine"
+                    assert "is lost, its machine has left the Ray cluster" in one.reason
+                else:
+                    assert one == ALPHABET[:1000]
+            assert time.monotonic() - removed < 10
+            for engine in before:
+                if engine not in lost:
+                    now = group.engines[engine.rank]
+                    assert (now.incarnation, now.pid) == (0, engine.pid)
+                else:
+                    now = await asyncio.to_thread(returned, group, engine.rank)
+                    assert host(now.node) != gone
+            assert await asyncio.gather(*(read(llm, 50) for _ in range(40))) == [ALPHABET[:50]] * 40
+
     with launch_engines(mock(4)) as group:
-        before = group.engines
-        assert sorted(Counter(host(engine.node) for engine in before).values()) == [1, 1, 2]
+        assert sorted(Counter(host(engine.node) for engine in group.engines).values()) == [1, 1, 2]
         assert len(ray.actors()) == len(ray.groups()) == 4
-        victim = next(engine for engine in before if any(host(engine.node) == w.node_id[:6] for w in ray.workers))
-        ray.remove(victim.node, graceful=True)
-        for engine in before:
-            if host(engine.node) != host(victim.node):
-                continue
-            now = returned(group, engine.rank)
-            assert host(now.node) != host(victim.node)
-            assert now.death is not None
-            assert now.death.lost == "machine"
-            assert f"its node {engine.node} is lost, its machine has left the Ray cluster" in now.death.reason
-        untouched = [engine for engine in before if host(engine.node) != host(victim.node)]
-        assert [(group.engines[one.rank].incarnation, group.engines[one.rank].pid) for one in untouched] == [
-            (0, one.pid) for one in untouched
-        ]
+        run(main(group))
         pids = [engine.pid for engine in group.engines]
     until(lambda: not any(pid and psutil.pid_exists(pid) for pid in pids), "all engine cores have ended")
 
@@ -191,17 +229,38 @@ def test_a_machine_that_falls_silent_is_given_up_within_the_patience(ray: Ray) -
         assert now.death is not None and now.death.lost == "silent"
 
 
-def test_scaling_asks_for_room_first(ray: Ray) -> None:
-    with launch_engines(mock(2, max_size=16, timeout=2.0)) as group:
-        group.scale(4)
-        assert len(ray.actors()) == 4
-        with pytest.raises(ScaleRolledBackError, match=r"no room in the Ray cluster within 2 s for CPU 1, seat 1: no "):
-            group.scale(SEATS * 3 + 1)
-        assert [engine.state for engine in group.engines] == [EngineState.READY] * 4
-        until(lambda: len(ray.groups()) == 4, "room that was not enough has been given back")
-        assert len(ray.actors()) == 4  # none was started in vain
-        group.scale(1)
-        until(lambda: len(ray.groups()) == len(ray.actors()) == 1, "room that is not needed has been given back")
+def test_scaling_under_load_asks_for_room_first(ray: Ray, run: Run) -> None:
+    progress: list[ScaleProgress] = []
+    over = False
+
+    async def load(llm: AsyncLLM) -> int:
+        streams = 0
+        while not over:
+            assert await read(llm, 100) == ALPHABET[:100]
+            streams += 1
+        return streams
+
+    async def main() -> None:
+        nonlocal over
+        async with AsyncLLM(mock(2, max_size=16, timeout=2.0)) as llm:
+            assert isinstance(llm.client, DPLBAsyncMPClient)
+            streams = [asyncio.create_task(load(llm)) for _ in range(16)]
+            await llm.client.scale(4)
+            assert len(ray.actors()) == 4
+            with pytest.raises(
+                ScaleRolledBackError, match=r"no room in the Ray cluster within 2 s for CPU 1, seat 1: "
+            ):
+                await llm.client.scale(SEATS * 3 + 1, on_progress=progress.append)
+            assert any("waiting for room" in one.ranks.values() for one in progress)
+            assert len(llm.client.core_engines) == 4
+            await until_async(lambda: len(ray.groups()) == 4)  # room that was not enough has been given back
+            assert len(ray.actors()) == 4  # none was started in vain
+            await llm.client.scale(1)
+            await until_async(lambda: len(ray.groups()) == len(ray.actors()) == 1)
+            over = True
+            assert min(await asyncio.gather(*streams)) >= 1
+
+    run(main())
 
 
 def test_a_start_without_room_is_refused(ray: Ray) -> None:
