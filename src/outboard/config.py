@@ -170,7 +170,9 @@ class RayPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         address: of the cluster, as for `ray.init`: "auto" for one that must run already. "": the one that this process
             is connected to, or that RAY_ADDRESS names, or that runs on this host; where there is none, one of this host
             alone, which ends with the engine cores.
-        runtime_env: Ray's environment of the ranks' actors; one way to have Outboard on the nodes.
+        runtime_env: Ray's environment of the ranks' actors, such as `{"pip": [...]}` or `{"working_dir": "."}`: one way
+            to have Outboard, and an engine of one's own, on the nodes. Directories of this host only where the
+            connection to Ray is made here: a process that calls `ray.init` itself gives them there.
         timeout: seconds that a start, or a change of the number of ranks, waits for room. A rank that is started again
             waits for ever.
     """

@@ -32,13 +32,15 @@ class RayCluster:
     Attributes:
         ray: the module.
         host: address of this host, by which the cluster knows it.
+        has_runtime_env: whether all that this process starts there has the placement's `runtime_env` already. Only so
+            can it name directories of this host.
 
     Raises:
         ConfigError: Ray is not installed, or there is no such cluster. Ray itself takes up to a minute to tell.
     """
 
     def __init__(self, placement: RayPlacement) -> None:
-        self._ours = False
+        self._ours = self.has_runtime_env = False
         if placement.address.startswith("ray://"):
             raise ConfigError(
                 "the head must be in the Ray cluster, ray:// only reaches in from outside: run it there, with "
@@ -48,7 +50,8 @@ class RayCluster:
         with _USES.lock:
             if _USES.count or not ray.is_initialized():
                 if not ray.is_initialized():
-                    _connect(ray, placement.address)
+                    _connect(ray, placement)
+                    self.has_runtime_env = True
                     _USES.count = 0  # whoever had one has been disconnected by somebody else
                 _USES.count += 1
                 self._ours = True
@@ -73,9 +76,10 @@ def _import() -> Any:
         raise ConfigError("backend='ray' needs Ray: install it with pip install 'outboard[ray]'") from None
 
 
-def _connect(ray: Any, address: str) -> None:
+def _connect(ray: Any, placement: RayPlacement) -> None:
+    address = placement.address
     try:
-        ray.init(address=address or None, include_dashboard=False)
+        ray.init(address=address or None, include_dashboard=False, runtime_env=dict(placement.runtime_env) or None)
     except (ConnectionError, ValueError, RuntimeError) as error:
         what = f"the Ray cluster {address!r}" if address else "Ray"
         raise ConfigError(f"cannot connect to {what}: {error}; start one with `ray start --head`") from error

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
+import msgspec
+
 from outboard.config import RayPlacement
+from outboard.launch.ray_actor import OutboardRank
 from outboard.launch.ray_cluster import RayCluster
 from outboard.launch.ray_facts import RayNode, actor_options, choose_node, why_lost, why_pending
 from outboard.launch.thread_signals import leave_signals_to_main
@@ -102,6 +105,8 @@ class RayPlaces:
         self._groups_api = importlib.import_module("ray.util.placement_group")
         self._strategies = importlib.import_module("ray.util.scheduling_strategies")
         self._errors = importlib.import_module("ray.exceptions")
+        if cluster.has_runtime_env:
+            placement = msgspec.structs.replace(placement, runtime_env={})
         self._placement = placement
         self._arguments = (head, secret)
         self._lone_for = lone_for
@@ -260,13 +265,15 @@ class RayPlaces:
         group = self._groups.get(number)
         if group is None or group.actor is not None or group.drop_by is not None:
             return
-        from outboard.launch.ray_actor import OutboardRank
-
         strategy = self._strategies.PlacementGroupSchedulingStrategy(group.group, placement_group_bundle_index=0)
         options = actor_options(self._placement)
         options |= {"max_restarts": 0, "max_concurrency": 4, "scheduling_strategy": strategy}
-        actor = self._ray.remote(OutboardRank).options(**options)
-        group.actor = actor.remote(*self._arguments, group.name, self._lone_for)
+        try:
+            actor = self._ray.remote(OutboardRank).options(**options)
+            group.actor = actor.remote(*self._arguments, group.name, self._lone_for)
+        except Exception as error:  # whatever Ray has against this runtime_env or these resources
+            self._lose(number, f"cannot be started: {error}", "actor")
+            return
         self._watch(number, group)
 
     def _watch(self, number: int, group: _Group) -> None:
