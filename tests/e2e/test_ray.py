@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -22,6 +25,7 @@ from outboard import (
     EngineConfig,
     EngineGroup,
     EngineRestartedError,
+    EngineStartupError,
     EngineState,
     FaultConfig,
     NoRoomError,
@@ -266,6 +270,18 @@ def test_scaling_under_load_asks_for_room_first(ray: Ray, run: Run) -> None:
 def test_a_start_without_room_is_refused(ray: Ray) -> None:
     with pytest.raises(NoRoomError, match=r"no room in the Ray cluster within 1 s for CPU 1, seat 1: "):
         launch_engines(mock(SEATS * 3 + 1, timeout=1.0))
+
+
+def test_a_machine_without_outboard_is_told(ray: Ray, tmp_path: Path) -> None:
+    (tmp_path / "there" / "outboard").mkdir(parents=True)
+    (tmp_path / "there" / "outboard" / "__init__.py").touch()  # another one, in front of ours
+    archive = shutil.make_archive(str(tmp_path / "there"), "zip", tmp_path, "there")
+    config = mock(1)
+    placement = msgspec.structs.replace(config.parallel.placement, runtime_env={"working_dir": f"file://{archive}"})
+    parallel = msgspec.structs.replace(config.parallel, placement=placement)
+    with pytest.raises(EngineStartupError, match=r"cannot run Outboard: it is not installed there") as info:
+        launch_engines(msgspec.structs.replace(config, parallel=parallel))
+    assert "outboard[ray]" in str(info.value)
 
 
 def test_an_actor_that_is_killed(ray: Ray) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from outboard import ConfigError, EngineConfig, EngineStartupError, NoRoomError, ParallelConfig, RayPlacement
+from outboard.cli.network import head_network
+from outboard.cli.ray import ray_placement
 from outboard.config import NetworkConfig
 from outboard.launch.group import launch_engines
 from outboard.launch.head import with_network
@@ -330,6 +332,19 @@ def test_a_placement_is_for_ray_alone() -> None:
         ParallelConfig(placement=RayPlacement())
     with pytest.raises(ConfigError, match="backend must be 'local' or 'ray'"):
         ParallelConfig(backend="slurm")  # type: ignore[arg-type]
+
+
+def test_options_of_the_command() -> None:
+    assert ray_placement("local", None, None, None) is None
+    assert ray_placement("ray", None, None, None) == RayPlacement()
+    placement = RayPlacement(bundles=[{"CPU": 4, "GPU": 0.5}], address="auto", timeout=7)
+    assert ray_placement("ray", "CPU=4, GPU=0.5", "auto", 7) == placement
+    with pytest.raises(ConfigError, match="need --backend ray"):
+        ray_placement("local", None, "auto", None)
+    for wrong in ("CPU", "CPU=", "=4", "CPU=four", "CPU=1,,GPU=1", ""):
+        with pytest.raises(ConfigError, match="--ray-resources takes NAME=AMOUNT"):
+            ray_placement("ray", wrong, None, None)
+    assert head_network("lo", None, None, None, None, None, None, with_token=False) == NetworkConfig(listen="lo")
 
 
 def test_ranks_in_ray_need_a_network() -> None:

@@ -82,4 +82,5 @@ def _connect(ray: Any, placement: RayPlacement) -> None:
         ray.init(address=address or None, include_dashboard=False, runtime_env=dict(placement.runtime_env) or None)
     except (ConnectionError, ValueError, RuntimeError) as error:
         what = f"the Ray cluster {address!r}" if address else "Ray"
-        raise ConfigError(f"cannot connect to {what}: {error}; start one with `ray start --head`") from error
+        hint = "; start one with `ray start --head`" if isinstance(error, ConnectionError) else ""
+        raise ConfigError(f"cannot connect to {what}: {error}{hint}") from error
