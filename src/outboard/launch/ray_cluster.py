@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from outboard.config import RayPlacement
@@ -79,8 +83,24 @@ def _import() -> Any:
 def _connect(ray: Any, placement: RayPlacement) -> None:
     address = placement.address
     try:
-        ray.init(address=address or None, include_dashboard=False, runtime_env=dict(placement.runtime_env) or None)
+        with _sigterm_as_it_is():
+            ray.init(address=address or None, include_dashboard=False, runtime_env=dict(placement.runtime_env) or None)
     except (ConnectionError, ValueError, RuntimeError) as error:
         what = f"the Ray cluster {address!r}" if address else "Ray"
         hint = "; start one with `ray start --head`" if isinstance(error, ConnectionError) else ""
         raise ConfigError(f"cannot connect to {what}: {error}{hint}") from error
+
+
+@contextmanager
+def _sigterm_as_it_is() -> Iterator[None]:
+    """Ray takes SIGTERM for itself: to exit at once in Python, and below it to print stacks. Here others handle it."""
+    libc = ctypes.CDLL(None)
+    system = ctypes.create_string_buffer(1024)  # more than any `struct sigaction`
+    libc.sigaction(signal.SIGTERM, None, system)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None and signal.getsignal(signal.SIGTERM) is not handler:  # by the main thread, so this one
+            signal.signal(signal.SIGTERM, handler)
+        libc.sigaction(signal.SIGTERM, system, None)
