@@ -20,6 +20,7 @@ NAMES = (
     "growth",
     "startup",
     "idle",
+    "network",
     "check",
     "report",
     "peers.vllm",

@@ -27,7 +27,7 @@ import msgspec
 from benchmarks.baselines.plain import PlainClient
 from benchmarks.measure import Fifo, Span, settled, show, spread, write_json
 from outboard import AsyncLLM, AsyncMPClient, EngineConfig, EngineCoreRequest, SamplingParams, TransportConfig
-from outboard.config import Outputs
+from outboard.config import Sockets
 from outboard.frontend.outputs import RequestOutput
 
 WINDOWS = {"free": 64, "windowed": 2, "paced": 0}
@@ -39,7 +39,7 @@ class Job(msgspec.Struct, frozen=True):
     """One measurement: so many streams of so many tokens. `check` looks at every token, which costs time."""
 
     mode: str
-    outputs: Outputs
+    outputs: Sockets
     streams: int
     steps: int
     check: bool
@@ -122,7 +122,7 @@ def options(job: Job, fifo: Fifo) -> dict[str, Any]:
 
 def config(job: Job, fifo: Fifo) -> EngineConfig:
     """Of Outboard's own engine core."""
-    return EngineConfig(engine="mock", options=options(job, fifo), transport=TransportConfig(outputs=job.outputs))
+    return EngineConfig(engine="mock", options=options(job, fifo), transport=TransportConfig(sockets=job.outputs))
 
 
 async def run_streams(job: Job, fifo: Fifo) -> Outcome:
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=list(WINDOWS), default=list(WINDOWS))
     parser.add_argument("--designs", nargs="+", choices=list(DESIGNS), default=list(DESIGNS))
     parser.add_argument(
-        "--outputs", nargs="+", choices=get_args(Outputs), default=[TransportConfig().outputs], help="several: in turn"
+        "--outputs", nargs="+", choices=get_args(Sockets), default=[TransportConfig().sockets], help="several: in turn"
     )
     parser.add_argument("--check", action="store_true", help="look at every token; the times then mean little")
     parser.add_argument("--json", metavar="FILE", help="write every measurement here")

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import pytest
 
 from outboard.client import link
 from outboard.config import TransportConfig
-from outboard.transport.outputs import listen_for_outputs
-from support import OUTPUTS, Run, children
+from support import SOCKETS, Run, children
 
 
 def pytest_configure() -> None:
@@ -27,26 +26,36 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_DEFAULT = TransportConfig().sockets
+_LISTEN = {name: getattr(link, name) for name in ("listen_for_inputs", "listen_for_outputs")}
+
+
+def _with_chosen_sockets(listen: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(*args: Any) -> Any:
+        return listen(*map(choose, args))
+
+    def choose(arg: Any) -> Any:
+        default = isinstance(arg, TransportConfig) and arg.sockets == _DEFAULT
+        return msgspec.structs.replace(arg, sockets=SOCKETS) if default else arg
+
+    return chosen
+
+
 @pytest.fixture(autouse=True, scope="session")
-def _chosen_outputs() -> Iterator[None]:
-    """Clients of this process whose config does not choose take the way of `support.OUTPUTS`."""
-    listen = link.listen_for_outputs
-    default = TransportConfig().outputs
-
-    def chosen(context: Any, directory: str, epoch: int, config: TransportConfig, *functions: Any) -> Any:
-        if config.outputs == default:
-            config = msgspec.structs.replace(config, outputs=OUTPUTS)
-        return listen(context, directory, epoch, config, *functions)
-
-    link.listen_for_outputs = chosen
+def _chosen_sockets() -> Iterator[None]:
+    """Clients of this process whose config does not choose take those of `support.SOCKETS`."""
+    for name, listen in _LISTEN.items():
+        setattr(link, name, _with_chosen_sockets(listen))
     yield
-    link.listen_for_outputs = listen
+    for name, listen in _LISTEN.items():
+        setattr(link, name, listen)
 
 
 @pytest.fixture
 def as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs take the way that the test's config says, whatever `support.OUTPUTS` is."""
-    monkeypatch.setattr(link, "listen_for_outputs", listen_for_outputs)
+    """The data takes the sockets that the test's config says, whatever `support.SOCKETS` is."""
+    for name, listen in _LISTEN.items():
+        monkeypatch.setattr(link, name, listen)
 
 
 @pytest.fixture

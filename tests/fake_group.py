@@ -44,16 +44,17 @@ from outboard.protocol.messages import (
     UtilityCall,
     UtilityOutput,
 )
+from outboard.transport.inputs import connect_inputs
 from outboard.transport.outputs import connect_outputs
 from outboard.transport.poller import SocketPoller
 from outboard.transport.session import SessionDirectory
-from outboard.transport.sockets import ControlServer, InputReceiver, make_context
-from support import OUTPUTS
+from outboard.transport.sockets import ControlServer, make_context
+from support import SOCKETS
 
 __all__ = ["FakeEngine", "FakeGroup", "fake_group", "until"]
 
 BOUND = 10.0
-TRANSPORT = TransportConfig(outputs=OUTPUTS, shared_memory_limit=0)
+TRANSPORT = TransportConfig(sockets=SOCKETS, shared_memory_limit=0)
 Message = TypeVar("Message")
 
 _FromClient = (
@@ -81,7 +82,7 @@ class FakeEngine:
         self.rank, self.incarnation, self.epoch = attach.rank, attach.incarnation, attach.epoch
         self._poller = SocketPoller()
         identity = identity_of(attach.rank, attach.incarnation)
-        self._input = InputReceiver(context, attach.input_address, identity, TRANSPORT)
+        self._input = connect_inputs(context, attach.input_address, attach.epoch, identity, TRANSPORT)
         try:
             self._outputs = connect_outputs(
                 context, attach.output_address, attach.epoch, TRANSPORT, self._poller, lambda: None

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import psutil
 
-from outboard.config import Outputs, TransportConfig
+from outboard.config import Sockets, TransportConfig
 
 Run = Callable[[Awaitable[Any]], Any]
 
-# How outputs travel in tests that do not choose; set the environment variable to test the other way.
-OUTPUTS = cast(Outputs, os.environ.get("OUTBOARD_TEST_OUTPUTS", TransportConfig().outputs))
+# What carries the data in tests that do not choose; set the environment variable to test the other way.
+SOCKETS = cast(Sockets, os.environ.get("OUTBOARD_TEST_SOCKETS", TransportConfig().sockets))
 
 
 def children() -> list[psutil.Process]:

@@ -18,7 +18,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_it_lists_them() -> None:
     done = run()
     assert done.returncode == 0
-    for name in ("stream", "serve", "failover", "growth", "report", "peers.vllm"):
+    for name in ("stream", "serve", "failover", "growth", "network", "report", "peers.vllm"):
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"  {name} ")]
         assert len(line) > 30  # and says what it is
 
@@ -30,7 +30,7 @@ def test_a_name_that_there_is_not() -> None:
 
 
 def test_each_has_help() -> None:
-    for name in ("failover", "check", "peers.vllm"):
+    for name in ("failover", "network", "check", "peers.vllm"):
         assert "usage: python -m benchmarks" in run(name, "--help").stdout
 
 

@@ -29,6 +29,7 @@ NAMES = {
     "FaultConfig",
     "InprocClient",
     "OutputBatch",
+    "NetworkConfig",
     "ParallelConfig",
     "ParallelState",
     "RankOptions",

@@ -9,6 +9,7 @@ from outboard.client.sync_mp import SyncMPClient
 from outboard.config import (
     EngineConfig,
     FaultConfig,
+    NetworkConfig,
     ParallelConfig,
     RankOptions,
     RayPlacement,
@@ -54,6 +55,7 @@ __all__ = [
     "FaultConfig",
     "InprocClient",
     "OutputBatch",
+    "NetworkConfig",
     "ParallelConfig",
     "ParallelState",
     "RankOptions",

@@ -14,22 +14,23 @@ __all__ = [
     "EngineConfig",
     "FaultConfig",
     "NetworkConfig",
-    "Outputs",
     "ParallelConfig",
     "RankOptions",
     "RayPlacement",
     "RestartPolicy",
+    "Sockets",
     "TransportConfig",
 ]
 
-# How outputs travel from an engine core to a client.
-Outputs = Literal["unix", "zmq"]
+# What carries requests and outputs between a client and an engine core.
+Sockets = Literal["unix", "zmq"]
 
 # Seconds; what the system's timers count in milliseconds of 32 bits ends soon after.
 _LONGEST = 1_000_000
 # What one host can be asked for; a slip of the keyboard should not start a million processes.
 _MOST_RANKS = 256
-# Seconds; ZeroMQ tells the other end its patience in milliseconds of 16 bits.
+# Seconds; ZeroMQ tells the other end its patience in tenths, which that counts in milliseconds of 16 bits.
+_SHORTEST_PATIENCE = 0.1
 _LONGEST_PATIENCE = 60.0
 
 
@@ -112,7 +113,7 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Limits of the sockets between a client and its engine cores.
 
     Attributes:
-        outputs: how outputs travel from an engine core to a client: "unix", a plain Unix socket, or "zmq".
+        sockets: what carries requests and outputs: "unix", plain Unix sockets, or "zmq".
         high_water_mark: messages that the sockets hold for each direction before the sender keeps them itself.
             ZeroMQ's own default. A Unix socket counts bytes: it is asked for 4 KiB a message, up to 8 MiB, of which the
             system may allow less (`net.core.wmem_max`; by default some 100 messages of 256 requests).
@@ -126,7 +127,7 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             `SlowReaderError`. Tokens do not count: they merge.
     """
 
-    outputs: Outputs = "unix"
+    sockets: Sockets = "unix"
     high_water_mark: int = 1000
     max_message_bytes: int = 4 << 30
     inline_bytes: int = 64 << 10
@@ -135,8 +136,8 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stream_buffer_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        if self.outputs not in get_args(Outputs):
-            raise ConfigError(f"outputs must be one of {', '.join(get_args(Outputs))}, not {self.outputs!r}")
+        if self.sockets not in get_args(Sockets):
+            raise ConfigError(f"sockets must be one of {', '.join(get_args(Sockets))}, not {self.sockets!r}")
         for name in self.__struct_fields__[1:]:
             least = 0 if name == "shared_memory_limit" else 1
             if getattr(self, name) < least:
@@ -290,8 +291,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         token_file: path of a file that holds the secret shared by all machines, of mode 0600 or stricter; None: a
             random one, which whoever starts the nodes must bring to them.
         heartbeat_interval: seconds between two signs of life on a connection on which nothing else travels.
-        patience: seconds that the other end may be silent before its connection is closed. At most 60. An array that
-            takes longer than this to travel counts as silence.
+        patience: seconds that the other end may be silent before its connection is closed, from 0.1 to 60. An array
+            that takes longer than this to travel counts as silence.
         local_ranks: how many ranks, the first ones, run on the head's own host. The others wait for a node. With
             `ParallelConfig(backend="ray")` there are none: Ray places them all, on the head's host too.
     """
@@ -318,10 +319,14 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be at least 0 and at most 65535, not {self.port!r}")
         _ = self.port_range
-        if not 0.01 <= self.heartbeat_interval < self.patience <= _LONGEST_PATIENCE:
+        if not _SHORTEST_PATIENCE <= self.patience <= _LONGEST_PATIENCE:
             raise ConfigError(
-                f"0.01 s <= heartbeat_interval < patience <= {_LONGEST_PATIENCE:g} s must hold, not "
-                f"{self.heartbeat_interval!r}, {self.patience!r}"
+                f"patience must be at least {_SHORTEST_PATIENCE:g} and at most {_LONGEST_PATIENCE:g} s, "
+                f"not {self.patience!r}"
+            )
+        if not 0.01 <= self.heartbeat_interval < self.patience:
+            raise ConfigError(
+                f"heartbeat_interval must be at least 0.01 s and less than patience, not {self.heartbeat_interval!r}"
             )
         if not 0 <= self.local_ranks <= _MOST_RANKS:
             raise ConfigError(f"local_ranks must be at least 0 and at most {_MOST_RANKS}, not {self.local_ranks!r}")

@@ -24,7 +24,7 @@ import numpy as np
 from chaos.ledger import Violation
 from chaos.plan import draw
 from chaos.schedule import Report, run_plan
-from outboard import EngineConfig, SyncMPClient
+from outboard import EngineConfig, SyncMPClient, TransportConfig
 
 # No schedule takes this long; one that does has blocked its whole process.
 _LONGEST = 90.0
@@ -59,7 +59,7 @@ def warm_up() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.sleep(0))
-    client = SyncMPClient(EngineConfig(engine="chaos.engines:ChaosEngine"))
+    client = SyncMPClient(EngineConfig(engine="chaos.engines:ChaosEngine", transport=TransportConfig(sockets="zmq")))
     client.call_utility("mirror", np.zeros(30_000))  # in a frame that ZeroMQ does not copy
     client.shutdown()
 

@@ -192,7 +192,9 @@ def draw(seed: int) -> Plan:
         kind for kind, needs in STRIKES.items() if (engine == "chaos" or not needs.chaos) and (group or not needs.group)
     ]
     kinds = [first, *random.choices(possible, k=random.choice([0, 1, 1, 2]))]
-    config = _config(random, engine, end, zmq_for_sure=first == "junk on the output socket")
+    config = _config(
+        random, engine, end, zmq_for_sure=first in ("junk on the output socket", "junk on the input socket")
+    )
     return Plan(
         seed=seed,
         side=side,
@@ -266,7 +268,7 @@ def _params(random: Random, stall_timeout: float) -> dict[str, Any]:
 
 
 def _config(random: Random, engine: str, end: str, zmq_for_sure: bool) -> EngineConfig:
-    outputs = random.choice(["unix", "zmq"])
+    sockets = random.choice(["unix", "zmq"])
     options: dict[str, Any] = {
         "step_ms": random.choice([0.2, 1.0, 1.0, 3.0]),
         "max_num_seqs": random.choice([2, 256, 256]),
@@ -298,7 +300,7 @@ def _config(random: Random, engine: str, end: str, zmq_for_sure: bool) -> Engine
         ),
         transport=TransportConfig(
             # Who connects to the other kind of socket finds nobody listening any more.
-            outputs="zmq" if zmq_for_sure else outputs,  # type: ignore[arg-type]
+            sockets="zmq" if zmq_for_sure else sockets,  # type: ignore[arg-type]
             high_water_mark=random.choice([2, 1000, 1000]),
             inline_bytes=random.choice([1024, 64 << 10]),
             shared_memory_bytes=random.choice([1 << 16, 1 << 20]),

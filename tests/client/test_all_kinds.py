@@ -33,11 +33,13 @@ from outboard import (
     RemoteError,
     SamplingParams,
     SyncMPClient,
+    TransportConfig,
     UnsupportedError,
     UtilityError,
     UtilityNotFoundError,
     UtilityTimeoutError,
 )
+from outboard.config import Sockets
 from support import children
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -432,8 +434,6 @@ def test_sync_waiters_in_other_threads_end_with_the_engine() -> None:
 
 
 def test_the_sync_client_retries_what_a_stopped_engine_did_not_take() -> None:
-    from outboard import TransportConfig
-
     client = SyncMPClient(EngineConfig(engine="echo", transport=TransportConfig(high_water_mark=10)))
     os.kill(client.core_engines[0].pid, signal.SIGSTOP)
     names = [f"r{i}" for i in range(200)]
@@ -442,6 +442,31 @@ def test_the_sync_client_retries_what_a_stopped_engine_did_not_take() -> None:
     assert client.stats()["outbox"] > 0
     os.kill(client.core_engines[0].pid, signal.SIGCONT)
     assert collect(client, *names) == {name: [5, "length"] for name in names}
+    client.shutdown()
+
+
+@pytest.mark.parametrize("sockets", ["unix", "zmq"])
+@pytest.mark.usefixtures("as_configured")
+def test_an_engine_core_can_be_reached_as_soon_as_there_is_a_client(sockets: Sockets) -> None:
+    """One that was stopped before ZeroMQ had connected would look idle for ever."""
+    for _ in range(3):
+        client = SyncMPClient(EngineConfig(engine="echo", transport=TransportConfig(sockets=sockets)))
+        client.add_request(request("r", [5], 1))
+        assert client.stats()["outbox"] == 0
+        client.shutdown(0)
+
+
+def test_the_sync_client_tells_of_pending_messages_while_its_thread_sends() -> None:
+    """Under the lock, or they would change while they are listed."""
+    client = SyncMPClient("echo")
+    told = threading.Thread(target=lambda: client.pending_messages, daemon=True)
+    with client._lock:
+        told.start()
+        told.join(0.05)
+        assert told.is_alive()
+    told.join(5)
+    assert not told.is_alive()
+    assert client.pending_messages == []
     client.shutdown()
 
 

@@ -38,6 +38,7 @@ from outboard import (
     UtilityTimeoutError,
 )
 from outboard.client.pending import _process_utility_output
+from outboard.config import Sockets
 from outboard.protocol.messages import ErrorReport, UtilityOutput
 from support import Run, children
 
@@ -524,7 +525,9 @@ def test_send_input_is_done_once_the_message_is_held(run: Run) -> None:
     on_client(run, body)
 
 
-def test_buffers_live_until_zeromq_lets_go_and_no_longer(run: Run) -> None:
+@pytest.mark.parametrize("sockets", ["unix", "zmq"])
+@pytest.mark.usefixtures("as_configured")
+def test_buffers_live_until_they_have_left_and_no_longer(run: Run, sockets: Sockets) -> None:
     async def body(client: AsyncMPClient) -> None:
         array = np.arange(200_000, dtype=np.float32)  # large enough for a frame, too small for shared memory
         reference = weakref.ref(array)
@@ -547,7 +550,7 @@ def test_buffers_live_until_zeromq_lets_go_and_no_longer(run: Run) -> None:
         assert len(client.pending_messages) == 0
         assert reference() is None
 
-    on_client(run, body, CallableEngine)
+    on_client(run, body, CallableEngine, transport=TransportConfig(sockets=sockets))
 
 
 # --- 10, 11: requests ------------------------------------------------------------------------------------------------

@@ -110,10 +110,10 @@ def test_a_new_rank_that_refuses_a_front_end_is_no_harm_to_it(run: Run) -> None:
         async with fake_group(1) as (client, group):
             group.refuses.add(1)
             group.set_state(1, EngineState.READY)
-            await until(lambda: 1 in client._membership.statuses and 1 not in client._membership.links)
+            await until(lambda: 1 in client._membership.roster.statuses and 1 not in client._membership.links)
             client.validate_alive()
             group.set_state(1, EngineState.STOPPED)
-            await until(lambda: 1 not in client._membership.statuses)
+            await until(lambda: 1 not in client._membership.roster.statuses)
             client.add_request(request("a"))
             await until(lambda: group.engines[0].count(AddRequest) == 1)
 
@@ -210,7 +210,7 @@ def test_requests_for_a_removed_rank_alone_end_and_others_move_without_being_cou
             moved = group.engines[0].heard[-1]
             assert (moved.handle, moved.num_output_tokens) == (handle, 1)
             assert states == [EngineState.STOPPED]
-            assert list(client._membership.statuses) == [0]
+            assert list(client._membership.roster.statuses) == [0]
 
     run(main())
 
@@ -226,7 +226,7 @@ def test_who_waits_for_a_restart_of_a_rank_that_leaves_is_told(run: Run) -> None
             assert isinstance(message, FailedOutputs)
             assert isinstance(message.cause, EngineRemovedError)
             group.set_state(1, EngineState.STOPPED, 0, "it died")
-            await until(lambda: 1 not in client._membership.statuses)
+            await until(lambda: 1 not in client._membership.roster.statuses)
             client.check_health()
 
     run(main())

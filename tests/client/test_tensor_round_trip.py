@@ -307,7 +307,7 @@ def test_requests_taken_back_from_the_outbox_free_their_slots(run: Run) -> None:
         try:
             names = [str(number) for number in range(10)]
             array = np.zeros(20 * KIB, np.uint8)
-            while not client.stats()["outbox"]:  # until ZeroMQ and the kernel take no more
+            while not client.stats()["outbox"]:  # until the sockets take no more
                 await client._send_input(
                     EngineCoreRequestType.ABORT, AbortRequests(client._membership.links[0].epoch, [10**6] * 10000)
                 )

@@ -38,14 +38,15 @@ from outboard.protocol.report import ReportPage
 from outboard.protocol.sampling import SamplingParams
 from outboard.protocol.shm_pair import SharedMemory
 from outboard.protocol.tensors import Buffer
+from outboard.transport.inputs import listen_for_inputs
 from outboard.transport.outputs import listen_for_outputs
-from outboard.transport.sockets import ControlServer, bind_input, make_context, wait_for_peers
-from support import OUTPUTS
+from outboard.transport.sockets import ControlServer, make_context
+from support import SOCKETS
 
 __all__ = ["FakeLauncher", "FrontEnd", "eventually"]
 
 BOUND = 20.0  # seconds; whatever is waited for here comes in a fraction of one
-CONFIG = TransportConfig(outputs=OUTPUTS)
+CONFIG = TransportConfig(sockets=SOCKETS)
 SHARED = 1 << 20  # larger arrays go into shared memory
 
 
@@ -64,15 +65,16 @@ class FrontEnd:
     def __init__(self, context: Any, directory: Path, index: int, epoch: int, slot: int, memory: SharedMemory) -> None:
         self.memory = memory
         self.index, self.epoch, self.slot = index, epoch, slot
-        name = directory / f"{index}-{epoch}"
         self.strangers: list[str] = []
         self.ends: list[str] = []
         self.outputs = listen_for_outputs(
             context, str(directory), epoch, CONFIG, self._take, self.ends.append, self.strangers.append
         )
-        self.addresses = (f"ipc://{name}.in", self.outputs.address)
         self.identity = b"engine-%d" % epoch
-        self.router = bind_input(context, self.addresses[0], CONFIG)
+        self.inputs = listen_for_inputs(
+            context, str(directory), epoch, self.identity, CONFIG, lambda *_: None, lambda: None, self.strangers.append
+        )
+        self.addresses = (self.inputs.address, self.outputs.address)
         self.messages: list[EngineCoreOutputs] = []
         self.dead: list[EngineCoreDead] = []
         self.sent = 0
@@ -86,7 +88,7 @@ class FrontEnd:
         self._decoder = MsgpackDecoder(EngineCoreOutputs | EngineCoreDead, self.memory.reader)
 
     def send_frames(self, *frames: bytes) -> None:
-        self.router.send_multipart([self.identity, *frames])
+        eventually(lambda: self.inputs.send(frames))
         self.sent += 1
 
     def add(self, handle: int, max_tokens: int, tokens: Sequence[int] = (1, 2, 3), resumed: int = 0) -> None:
@@ -149,7 +151,8 @@ class FrontEnd:
 
     def close(self) -> None:
         self.memory.close()
-        self.router.close(linger=0)
+        self.inputs.stop()
+        self.inputs.close()
         self.outputs.stop()
         self.outputs.close()
 
@@ -232,7 +235,6 @@ class FakeLauncher:
         answer = self.introduce(front_end)
         assert (answer.session_token, answer.refused) == ("secret", "")
         assert (answer.client_index, answer.epoch) == (index, front_end.epoch)
-        assert wait_for_peers(front_end.router, {front_end.identity}, BOUND) == set()
         if shared_memory:
             front_end.map_memory(self.process.pid)
         return front_end
@@ -251,7 +253,7 @@ class FakeLauncher:
         }
         self.send_body(msgspec.msgpack.encode(AttachClient(**(fields | changes))))
         answer: ClientAttached = self.receive(ClientAttached)
-        assert answer.refused or front_end.outputs.accept()
+        assert answer.refused or (front_end.outputs.accept() and front_end.inputs.accept())
         return answer
 
     def detach(self, front_end: FrontEnd) -> None:

@@ -194,7 +194,7 @@ class Peer:
         inbox.put(ClientJoined(epoch, slot, self.port))
 
     def send(self, item: Any) -> None:
-        self.inbox.put((self.epoch, item))
+        self.inbox.put((self.epoch, [item]))
 
     def add(self, handle: int, tokens: Sequence[int] = (1, 2, 3), request_id: str = "") -> None:
         prompt = array("i", tokens).tobytes()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +13,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
-from fake_launcher import FakeLauncher, eventually
+from fake_launcher import FakeLauncher, FrontEnd, eventually
 
 from outboard.protocol.control import DetachClient
 from outboard.protocol.progress import BUSY, FROZEN, IDLE, MAX_SLOTS
+from outboard.transport.unix_inputs import UnixInputSender
+from outboard.transport.zmq_inputs import ZmqInputSender
+from support import SOCKETS
 
 Start = Callable[..., FakeLauncher]
 
@@ -116,7 +122,7 @@ def test_an_unknown_client_is_detached_without_ado(start: Start) -> None:
         ({"slot": -1}, "slot"),
         ({"input_address": "nonsense"}, "ZeroMQ"),
         ({"output_address": "ipc://" + "x" * 200}, "ZeroMQ"),
-        ({"identity": b""}, "ZeroMQ"),
+        *([({"identity": b""}, "ZeroMQ")] if SOCKETS == "zmq" else []),
         ({"epoch": 1}, "epoch"),
     ],
     ids=str,
@@ -160,7 +166,11 @@ def test_junk_ends_nothing(start: Start) -> None:
     for _ in range(3):
         launcher.send_body(b"junk")
         launcher.send_body(b"two", b"frames")
-        client.send_frames(b"")
+        if isinstance(client.inputs, ZmqInputSender):
+            client.inputs._socket.send_multipart([client.identity, b"one frame"])
+            client.sent += 1
+        else:
+            client.send_frames(b"", b"")
         client.send_frames(b"\x00", b"junk")
         client.send_frames(b"\x77", b"body")
         client.send_frames(b"\x01", msgspec.msgpack.encode([client.epoch + 1, [0]]))
@@ -172,6 +182,89 @@ def test_junk_ends_nothing(start: Start) -> None:
     assert launcher.stop() == 0
     logged = launcher.stderr().splitlines()
     assert 2 <= len([line for line in logged if "dropped a message" in line]) <= 4, logged
+
+
+# --- connections that end --------------------------------------------------------------------------------------------
+
+
+def raw(client: FrontEnd) -> socket.socket:
+    """The socket of its inputs."""
+    if not isinstance(client.inputs, UnixInputSender):
+        pytest.skip("ZeroMQ has connections of its own")
+    assert client.inputs._socket is not None
+    return client.inputs._socket
+
+
+def is_closed(one: socket.socket) -> bool:
+    """Whether the peer has closed it."""
+    try:
+        return not one.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_a_broken_connection_ends_alone_and_leaves_nothing(start: Start) -> None:
+    launcher = start()
+    fine = launcher.attach(0)
+    fine.add(0, 3)
+    fine.receive_until(lambda: fine.finished(0))
+    descriptors = f"/proc/{launcher.process.pid}/fd"
+    before = len(os.listdir(descriptors))  # noqa: PTH208
+    for number in range(1, 6):
+        broken = launcher.attach(1, 1)
+        broken.add(0, 3)
+        broken.receive_until(lambda broken=broken: broken.finished(0))  # type: ignore[misc]
+        raw(broken).send(b"\xff" * 100)
+        eventually(lambda broken=broken: is_closed(raw(broken)))  # type: ignore[misc]
+        broken.inputs.send([b"\x00", b"unheard"])
+        fine.add(number, 3)
+        fine.receive_until(lambda number=number: fine.finished(number))  # type: ignore[misc]
+        launcher.detach(broken)
+        eventually(lambda: len(os.listdir(descriptors)) == before)  # noqa: PTH208
+    assert launcher.stop() == 0
+    logged = [line for line in launcher.stderr().splitlines() if "dropped a message" in line]
+    assert len(logged) == 1 and "broken connection" in logged[0], logged
+
+
+@pytest.mark.parametrize("how", ["closed", "junk", "half a message"])
+def test_it_sleeps_between_the_end_of_a_connection_and_the_news_of_it(start: Start, how: str) -> None:
+    """A descriptor whose peer is gone is readable for ever."""
+    launcher = start()
+    clients = [launcher.attach(index, index) for index in range(2)]
+    connection = raw(clients[0])
+    if how != "closed":
+        connection.send(b"\xff" * 100 if how == "junk" else b"\x10")
+    clients[0].inputs.stop()
+    clients[1].call(0, "is_paused")
+    clients[1].receive_until(clients[1].answers)  # and whatever is there has been looked at
+    process = psutil.Process(launcher.process.pid)
+    before = sum(process.cpu_times()[:2])
+    time.sleep(0.5)
+    assert sum(process.cpu_times()[:2]) - before < 0.1
+    launcher.detach(clients[0])
+    again = launcher.attach(0)
+    again.add(0, 3)
+    again.receive_until(lambda: again.finished(0))
+    assert launcher.stop() == 0
+
+
+def test_a_client_is_detached_while_much_is_unread(start: Start) -> None:
+    launcher = start()
+    clients = [launcher.attach(index, index) for index in range(2)]
+    launcher.process.send_signal(signal.SIGSTOP)
+    for handle in range(300):
+        clients[0].add(handle, 3)
+    launcher.detach(clients[0])
+    launcher.process.send_signal(signal.SIGCONT)
+    for handle in range(3):
+        clients[1].add(handle, 3)
+    clients[1].receive_until(lambda: clients[1].finished(0, 1, 2))
+    again = launcher.attach(0)
+    again.add(0, 3)
+    again.receive_until(lambda: again.finished(0))
+    assert launcher.stop() == 0
 
 
 def test_arrays_cross_by_each_client_s_shared_memory(start: Start) -> None:

@@ -788,8 +788,8 @@ def test_a_sleeping_loop_is_woken_by_its_queue() -> None:
         return taken
 
     port.send = notice  # type: ignore[method-assign]
-    inbox.put((0, UtilityCall(0, 1, "later", [], {})))
-    inbox.put((0, UtilityCall(0, 0, "echo", [], {})))
+    inbox.put((0, [UtilityCall(0, 1, "later", [], {})]))
+    inbox.put((0, [UtilityCall(0, 0, "echo", [], {})]))
     assert asked.wait(10)
     engine.futures[0].set_result("x")
     assert answered.wait(10)

@@ -159,7 +159,7 @@ def test_the_front_end_is_sigkilled(short_tmp: Path) -> None:
 def test_a_frame_is_garbage() -> None:
     async def main() -> None:
         # Over ZeroMQ: a Unix socket of ours takes one connection, and then there is nothing to connect to.
-        config = EngineConfig(engine="mock", options={"step_ms": 1.0}, transport=TransportConfig(outputs="zmq"))
+        config = EngineConfig(engine="mock", options={"step_ms": 1.0}, transport=TransportConfig(sockets="zmq"))
         async with AsyncLLM(config) as llm:
             reader = asyncio.create_task(read(llm, 500))
             while llm.client.scheduler_stats.running < 1:

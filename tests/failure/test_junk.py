@@ -17,11 +17,13 @@ import pytest
 import zmq
 
 from outboard import AsyncLLM, EngineConfig, SamplingParams, TransportConfig
-from outboard.config import Outputs
+from outboard.config import Sockets
 from outboard.protocol.messages import EngineCoreDead, EngineCoreOutputs, ErrorReport, UtilityOutput
+from outboard.transport import inputs as inputs_module
 from outboard.transport import outputs as outputs_module
 from outboard.transport.framing import head_of, hello
-from outboard.transport.unix import UnixReader
+from outboard.transport.unix_inputs import UnixInputSender
+from outboard.transport.unix_outputs import UnixReader
 from support import Run, children
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "as_configured")
@@ -70,7 +72,7 @@ def test_thirteen_kinds_of_junk_on_the_output_socket_touch_none_of_twenty_stream
     """ZeroMQ lets anybody connect at any time."""
 
     async def main() -> None:
-        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(outputs="zmq"))
+        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(sockets="zmq"))
         async with AsyncLLM(config) as llm:
             streams = [asyncio.create_task(read(llm, 400)) for _ in range(20)]
             while llm.client.stats()["requests"] < 20:
@@ -94,20 +96,29 @@ def test_thirteen_strangers_who_are_there_before_the_engine_core_touch_none_of_t
     """A Unix socket can be connected to only until the engine core has."""
     strangers: list[socket.socket] = []
 
-    class Crowded(UnixReader):
+    def crowd(path: str) -> None:
+        for make in JUNK.values():
+            stranger = socket.socket(socket.AF_UNIX)
+            strangers.append(stranger)
+            stranger.connect(path)
+            frames = make()
+            stranger.sendall(hello(12345) + head_of(frames) + b"".join(frames))
+
+    class CrowdedInputs(UnixInputSender):
         def __init__(self, path: str, *args: Any) -> None:
             super().__init__(path, *args)
-            for make in JUNK.values():
-                stranger = socket.socket(socket.AF_UNIX)
-                strangers.append(stranger)
-                stranger.connect(path)
-                frames = make()
-                stranger.sendall(hello(12345) + head_of(frames) + b"".join(frames))
+            crowd(path)
 
-    monkeypatch.setattr(outputs_module, "UnixReader", Crowded)
+    class CrowdedOutputs(UnixReader):
+        def __init__(self, path: str, *args: Any) -> None:
+            super().__init__(path, *args)
+            crowd(path)
+
+    monkeypatch.setattr(inputs_module, "UnixInputSender", CrowdedInputs)
+    monkeypatch.setattr(outputs_module, "UnixReader", CrowdedOutputs)
 
     async def main() -> None:
-        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(outputs="unix"))
+        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(sockets="unix"))
         async with AsyncLLM(config) as llm:
             streams = [asyncio.create_task(read(llm, 400)) for _ in range(20)]
             while llm.client.stats()["requests"] < 20:
@@ -116,20 +127,22 @@ def test_thirteen_strangers_who_are_there_before_the_engine_core_touch_none_of_t
                 with pytest.raises(OSError):
                     stranger.send(b"more")
                 stranger.close()
-            with pytest.raises(ValueError, match="not enough values"):
-                address_of(llm, "out-")
+            for prefix in ("in-", "out-"):
+                with pytest.raises(ValueError, match="not enough values"):
+                    address_of(llm, prefix)
             assert await asyncio.gather(*streams) == [ALPHABET[:400]] * 20
-            assert llm.client.stats()["dropped"] == {"stranger": len(JUNK)}
+            assert llm.client.stats()["dropped"] == {"stranger": 2 * len(JUNK)}
             assert len(JUNK) == 13
             await llm.check_health()
 
     run(main())
 
 
-@pytest.mark.parametrize("prefix", ["in-", "control"])
-def test_junk_on_the_other_sockets(run: Run, prefix: str) -> None:
+@pytest.mark.parametrize(("prefix", "sockets"), [("in-", "zmq"), ("control", "unix"), ("control", "zmq")])
+def test_junk_on_the_other_sockets(run: Run, prefix: str, sockets: Sockets) -> None:
     async def main() -> None:
-        async with AsyncLLM(EngineConfig(engine="mock", options={"step_ms": 2.0})) as llm:
+        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(sockets=sockets))
+        async with AsyncLLM(config) as llm:
             streams = [asyncio.create_task(read(llm, 300)) for _ in range(20)]
             while llm.client.stats()["requests"] < 20:
                 await asyncio.sleep(0.01)
@@ -147,17 +160,17 @@ def test_junk_on_the_other_sockets(run: Run, prefix: str) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("outputs", ["unix", "zmq"])
-def test_bytes_that_are_no_zeromq(run: Run, outputs: Outputs) -> None:
+@pytest.mark.parametrize("sockets", ["unix", "zmq"])
+def test_bytes_that_are_no_zeromq(run: Run, sockets: Sockets) -> None:
     """As a security scanner sends them to everything that listens."""
 
     async def main() -> None:
-        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(outputs=outputs))
+        config = EngineConfig(engine="mock", options={"step_ms": 2.0}, transport=TransportConfig(sockets=sockets))
         async with AsyncLLM(config) as llm:
             streams = [asyncio.create_task(read(llm, 300)) for _ in range(20)]
             while llm.client.stats()["requests"] < 20:
                 await asyncio.sleep(0.01)
-            for prefix in ("in-", "out-", "control") if outputs == "zmq" else ("in-", "control"):
+            for prefix in ("in-", "out-", "control") if sockets == "zmq" else ("control",):
                 for data in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"\xff" * 100, b""):
                     with socket.socket(socket.AF_UNIX) as scanner:
                         scanner.connect(address_of(llm, prefix).removeprefix("ipc://"))

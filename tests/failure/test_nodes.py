@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +39,7 @@ from outboard.config import NetworkConfig
 from outboard.dp.coordinator_state import Publication
 from outboard.dp.messages import JoinAsFrontEnd
 from outboard.errors import EngineStartupError, EngineStartupTimeout
+from outboard.launch.startup import StartCancelled
 from outboard.protocol.control import Attach, Attached, CoordinatorAt, EngineProgress, Join, Welcome
 from outboard.protocol.messages import PROTOCOL_VERSION
 from outboard.transport.curve import new_token_file
@@ -305,6 +309,46 @@ def test_a_head_that_is_gone_loses_its_engine_cores(
         incarnation, engine = ready(head)
         assert incarnation == 1
         assert engine.is_running()
+
+
+def test_a_group_that_is_dropped_takes_its_engine_cores_with_it(site: Site) -> None:
+    site.node("one")
+    group = launch_engines(site.config())
+    engine = process_of(group.engines[0])
+    del group
+    gc.collect()
+    assert all_gone([engine], 5.0)
+
+
+def test_a_start_that_waits_for_nodes_can_be_given_up(site: Site) -> None:
+    cancel = os.eventfd(0)
+    failed: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            launch_engines(site.config(), cancel_fd=cancel)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    try:
+        eventually(lambda: any(one.name == "outboard-launcher" for one in threading.enumerate()))
+        os.eventfd_write(cancel, 1)
+        thread.join(BOUND)
+        assert [type(error) for error in failed] == [StartCancelled]
+    finally:
+        os.close(cancel)
+
+
+def test_strangers_are_counted(site: Site) -> None:
+    site.node("one")
+    with launch_engines(site.config()) as group:
+        assert group.stats()["refused"] == {}
+        with socket.create_connection(("127.0.0.1", site.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            eventually(lambda: group.stats()["refused"] == {"no handshake": 1})
+        assert group.engines[0].state is EngineState.READY
 
 
 # --- the link ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from support import Run
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "as_configured")
 
-UNIX = TransportConfig(outputs="unix", max_message_bytes=1 << 20)
+UNIX = TransportConfig(sockets="unix", max_message_bytes=1 << 20)
 
 
 async def end_of(client: AsyncMPClient, method: str, *args: object) -> EngineDeadError:
@@ -39,7 +39,7 @@ def test_an_engine_core_that_closes_it_and_goes_on_is_given_up(run: Run, monkeyp
         client = await AsyncMPClient.launch(config)
         try:
             started = time.monotonic()
-            assert "closed the connection" in str(await end_of(client, "close_outputs"))
+            assert "closed its connection" in str(await end_of(client, "close_outputs"))
             assert time.monotonic() - started > 0.25
         finally:
             await asyncio.to_thread(client.shutdown)

@@ -140,7 +140,9 @@ class FakeHead:
                 self.peer, self.node_id = peer, message.node_id
                 keys = json.loads(msgspec.json.encode(self.keys.for_peers()))
                 address = self.control.tcp_address
-                self.tell(NodeWelcome(message.node_id, address, "session", json.dumps(keys), INTERVAL, PATIENCE, 5.0))
+                self.tell(
+                    NodeWelcome(message.node_id, address, "session", json.dumps(keys), INTERVAL, PATIENCE, 5.0, 1.0)
+                )
         while (found := self.control.receive()) is not None:
             self._take_control(*found)
         if self.pings and self.peer and time.monotonic() > self._pinged + INTERVAL:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from fake_head import INTERVAL, PATIENCE, FakeHead, NodeProcess, all_gone, eventually, free_port
+from fake_head import BOUND, INTERVAL, PATIENCE, FakeHead, NodeProcess, all_gone, eventually, free_port
 
-from outboard.protocol.messages import Failed, Ready
+from outboard.launch.node import Node
+from outboard.protocol.messages import Failed, Hello, Ready
 from outboard.protocol.nodes import (
     HeadLeaves,
     NodeHello,
@@ -28,7 +30,8 @@ from outboard.protocol.nodes import (
     WatchRank,
 )
 from outboard.protocol.progress import IDLE
-from outboard.transport.curve import new_token_file
+from outboard.transport.curve import new_token_file, read_token_file
+from outboard.transport.node_server import node_context
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -60,6 +63,11 @@ def join(head: FakeHead, short_tmp: Path) -> Iterator[Join]:
     yield join
     for node in nodes:
         node.close()
+
+
+def watch(hello: Hello, ready: Ready) -> WatchRank:
+    """Has an engine core watched that has just said this."""
+    return WatchRank(hello.rank, hello.incarnation, hello.pid, ready.progress_fd, ready.stack_fd, ready.stack_signal)
 
 
 def test_it_says_what_it_is(head: FakeHead, join: Join) -> None:
@@ -149,10 +157,17 @@ def test_more_than_it_has_room_for_is_refused(head: FakeHead, join: Join) -> Non
     assert "it has 1 places" in head.hear(RankExited).failure
 
 
+def test_what_cannot_be_started_is_told(head: FakeHead, join: Join) -> None:
+    node = join()
+    head.tell(StartRank(0, 0, {"NOT=A=NAME": "\0"}))
+    assert head.hear(RankExited).failure
+    assert len(node.family()) == 1
+
+
 def test_it_tells_how_an_engine_core_goes_on(head: FakeHead, join: Join) -> None:
     join()
     hello, ready = head.start(0)
-    head.tell(WatchRank(0, 0, hello.pid, ready.progress_fd))
+    head.tell(watch(hello, ready))
     progress = head.hear(RankProgress)
     assert (progress.rank, progress.incarnation, progress.activity, progress.taken) == (0, 0, IDLE, {})
     assert progress.process in ("sleeping", "running")
@@ -282,6 +297,40 @@ def test_a_node_that_never_joined_ends_at_sigterm(short_tmp: Path) -> None:
     finally:
         node.close()
         token.unlink()
+
+
+def test_a_head_whose_name_is_not_known_yet_is_tried_on(short_tmp: Path) -> None:
+    token = short_tmp / "token"
+    new_token_file(token)
+    node = NodeProcess("tcp://head.invalid:5570", token)
+    try:
+        assert node.process.stderr is not None
+        assert "no head has answered" in node.process.stderr.readline()
+        node.send(signal.SIGTERM)
+        assert node.wait(5.0)[0] == 0
+    finally:
+        node.close()
+        token.unlink()
+
+
+def test_a_node_may_run_in_a_thread(head: FakeHead) -> None:
+    secret = read_token_file(head.token)
+    context = node_context(secret)
+    node = Node(context, head.address, secret, name="threaded")
+    thread = threading.Thread(target=node.run)
+    thread.start()
+    try:
+        assert head.hear(NodeHello).name == "threaded"
+        head.start(0)
+        eventually(lambda: node.joined)
+        node.stop()
+        assert head.hear(RankExited).exit_code == 0
+    finally:
+        node.stop()
+        thread.join(BOUND)
+        assert not thread.is_alive()
+        node.close()
+        context.term()
 
 
 def test_a_node_that_is_refused_says_why_and_ends(head: FakeHead, join: Join) -> None:

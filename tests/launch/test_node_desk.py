@@ -15,7 +15,7 @@ from outboard.errors import EngineDeadError
 from outboard.launch.nodes import HeadFacts, NodeDesk
 from outboard.launch.remote import RemoteProcess
 from outboard.protocol.codec import MsgpackDecoder
-from outboard.protocol.messages import PROTOCOL_VERSION, ErrorReport
+from outboard.protocol.messages import PROTOCOL_VERSION, EngineInfo, ErrorReport, Ready
 from outboard.protocol.nodes import (
     FromHead,
     HeadLeaves,
@@ -135,7 +135,7 @@ def reason(process: RemoteProcess, phase: str = "running") -> str:
 
 def test_a_node_joins_and_is_told_all_that_it_must_know(head: Head) -> None:
     [welcome] = head.join()
-    assert welcome == NodeWelcome("n1", "tcp://head:2", "token", "keys", 1.0, 10.0, 10.0)
+    assert welcome == NodeWelcome("n1", "tcp://head:2", "token", "keys", 1.0, 10.0, 10.0, 60.0)
     [room] = head.desk.rooms()
     assert (room.name, room.places, room.taken, room.free) == ("name-n1", 2, 0, 2)
     assert head.join() == [welcome]  # it says so again where it has had no answer
@@ -229,10 +229,10 @@ def test_what_was_not_answered_is_said_again(head: Head) -> None:
     assert head.told(b"n1") == [SignalRank(0, 0, False)]
     head.pass_time(1, "n1")
     assert head.told(b"n1")[-2:] == [HeadPing("n1"), SignalRank(0, 0, False)]
-    process.watch(7, 5)
+    process.watch(7, Ready("", EngineInfo(), [], 5, 6, 12))
     process.kill()
     head.pass_time(1, "n1")
-    assert head.told(b"n1")[-3:] == [HeadPing("n1"), WatchRank(0, 0, 7, 5), SignalRank(0, 0, True)]
+    assert head.told(b"n1")[-3:] == [HeadPing("n1"), WatchRank(0, 0, 7, 5, 6, 12), SignalRank(0, 0, True)]
     head.hear(b"n1", RankExited(0, 0, 7, -9))
     head.told(b"n1")
     head.pass_time(1, "n1")

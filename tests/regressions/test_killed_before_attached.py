@@ -20,7 +20,7 @@ import os, signal, sys, msgspec
 from outboard import AsyncMPClient, EngineAddresses
 from outboard.client.link import Link
 
-Link.invitation = lambda self, input_address: os.kill(os.getpid(), signal.SIGKILL)  # in place of `Attach`
+Link.invitation = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # in place of `Attach`
 AsyncMPClient(addresses=msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineAddresses))
 """
 

@@ -38,7 +38,7 @@ def keyed(keys: SessionKeys) -> Iterator[KeyedContext]:
 
 def place(address: str) -> tuple[str, int]:
     """Host and port of a ZeroMQ address."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, _, port = address.removeprefix("tcp://").partition("#")[0].rpartition(":")
     return host.strip("[]"), int(port)
 
 
@@ -58,6 +58,9 @@ def knocking(address: str, kind: int = zmq.DEALER, **options: bytes) -> Iterator
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         knocker = context.socket(kind)
+        address, _, own_key = address.partition("#")
+        if own_key and "CURVE_SERVERKEY" in options:
+            options["CURVE_SERVERKEY"] = own_key.encode()
         for name, value in options.items():
             knocker.setsockopt(getattr(zmq, name), value)
         knocker.setsockopt(zmq.RECONNECT_IVL, 60_000)  # once

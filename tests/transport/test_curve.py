@@ -16,11 +16,20 @@ import pytest
 import zmq
 from rich.console import Console
 
+from outboard.config import TransportConfig
 from outboard.errors import ConfigError
 from outboard.transport.curve import KeyedContext, SessionKeys, new_token_file, read_token_file
 from outboard.transport.network import bind_tcp
-from outboard.transport.sockets import ControlClient, ControlServer, make_context
-from strangers import LOOPBACK, keyed, knocking
+from outboard.transport.sockets import (
+    ControlClient,
+    ControlServer,
+    ZmqSender,
+    connect_control,
+    make_context,
+)
+from outboard.transport.spoke import Spoke
+from outboard.transport.zmq_inputs import ZmqInputReceiver
+from strangers import LOOPBACK, REQUEST, keyed, knocking, visit
 
 KEYS = SessionKeys.make()
 OTHERS = SessionKeys.make()
@@ -139,6 +148,17 @@ def test_who_has_not_gets_nothing_and_is_counted(
     assert record.levelno == logging.WARNING
 
 
+def test_those_refused_by_a_socket_that_was_closed_still_count(eventually: Callable[..., Any]) -> None:
+    with keyed(KEYS) as ours:
+        for count in (1, 2):
+            server = ControlServer(ours, f"inproc://control-{count}", network=LOOPBACK)
+            visit(server.tcp_address, REQUEST)
+            eventually(lambda count=count: ours.refused["no handshake"] == count)
+            server.close()
+            eventually(lambda: not ours.guard()._watches)
+            assert ours.refused == {"wrong key": 0, "no handshake": count}
+
+
 def test_who_only_connects_cannot_listen() -> None:
     with keyed(KEYS.for_peers()) as theirs, pytest.raises(ConfigError, match="needs the session's server key"):
         ControlServer(theirs, "inproc://control", network=LOOPBACK)
@@ -150,6 +170,14 @@ def test_without_keys_there_is_no_tcp() -> None:
         ControlClient(context, "tcp://127.0.0.1:9")
     with pytest.raises(ConfigError, match="TCP, which needs the session's keys, and this process has none"):
         ControlServer(context, "inproc://control", network=LOOPBACK)
+    with pytest.raises(ConfigError, match="this process has none"):
+        Spoke(context, "tcp://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="this process has none"):
+        connect_control(context, "tcp://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="this process has none"):
+        ZmqInputReceiver(context, "tcp://127.0.0.1:9", b"x", TransportConfig())
+    with pytest.raises(ConfigError, match="this process has none"):
+        ZmqSender(context, "tcp://127.0.0.1:9", TransportConfig())
     context.term()  # no socket is left
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from outboard.config import TransportConfig
 from outboard.transport.poller import SocketPoller
-from outboard.transport.sockets import InputReceiver, ZmqContext, ZmqSocket, bind_input, wait_for_peers
+from outboard.transport.sockets import ZmqContext
+from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender, bind_input
 
 CONFIG = TransportConfig()
 
@@ -26,22 +27,24 @@ class Line:
     """A ROUTER, the receiver at its other end, and what that has read, up to `limit` messages a time."""
 
     def __init__(self, context: ZmqContext, address: str, limit: int = 64) -> None:
-        self.router: ZmqSocket = bind_input(context, address, CONFIG)
-        self.receiver = InputReceiver(context, address, b"peer", CONFIG)
-        assert wait_for_peers(self.router, {b"peer"}, 10) == set()
+        self.sender = ZmqInputSender(
+            bind_input(context, address, CONFIG), address, b"peer", lambda delay, callback: None
+        )
+        self.receiver = ZmqInputReceiver(context, address, b"peer", CONFIG)
+        self.sender.wait_for_peer(10)
         self.got: list[bytes] = []
         self.limit = limit
 
     def send(self, *bodies: bytes) -> None:
         for body in bodies:
-            self.router.send_multipart([b"peer", body])
+            assert self.sender.send([b"\x00", body])
 
     def read(self) -> bool:
         for _ in range(self.limit):
             frames = self.receiver.receive()
             if frames is None:
                 return False
-            self.got.append(bytes(frames[0]))
+            self.got.append(bytes(frames[1]))
         return True
 
 

@@ -18,17 +18,19 @@ from outboard.transport.sockets import (
     ContextTerminated,
     ControlClient,
     ControlServer,
-    InputReceiver,
     ZmqContext,
     ZmqSender,
-    bind_input,
     bind_output,
     make_context,
-    wait_for_peers,
 )
+from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender, bind_input
 
 TIGHT = TransportConfig(high_water_mark=2)
 ROOM = 4  # over inproc, both ends count
+
+
+def listen(context: ZmqContext, address: str, identity: bytes, config: TransportConfig = TIGHT) -> ZmqInputSender:
+    return ZmqInputSender(bind_input(context, address, config), address, identity, lambda delay, callback: None)
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
@@ -98,11 +100,11 @@ def test_too_large_a_message_disconnects_its_sender_alone(context: ZmqContext, s
 def test_a_receiver_gets_frames_and_ends_with_its_context(short_tmp: Path, eventually: Callable[..., Any]) -> None:
     address = f"ipc://{short_tmp}/input"
     ours, theirs = make_context(), make_context()
-    router = bind_input(ours, address, TransportConfig())
+    sender = listen(ours, address, b"\x00id", TransportConfig())
     got: list[Any] = []
 
     def receive() -> None:
-        receiver = InputReceiver(theirs, address, b"\x00id", TransportConfig())
+        receiver = ZmqInputReceiver(theirs, address, b"\x00id", TransportConfig())
         poller = SocketPoller()
 
         def read() -> bool:
@@ -121,10 +123,10 @@ def test_a_receiver_gets_frames_and_ends_with_its_context(short_tmp: Path, event
 
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
-    assert wait_for_peers(router, {b"\x00id"}, 10) == set()
-    router.send_multipart([b"\x00id", b"\x00", b"body", b"aux"])
-    router.send_multipart([b"\x00id", b"\x01", b""])
-    router.send_multipart([b"\x00id", b"last"])
+    sender.wait_for_peer(10)
+    assert sender.send([b"\x00", b"body", b"aux"])
+    assert sender.send([b"\x01", b""])
+    sender._socket.send_multipart([b"\x00id", b"last"])
     eventually(lambda: len(got) == 3)
     closing = threading.Thread(target=theirs.term, daemon=True)  # blocks until the receiver's socket is closed
     closing.start()
@@ -140,42 +142,58 @@ def test_a_receiver_that_cannot_be_leaves_no_socket(wrong: dict[str, Any]) -> No
     context = make_context()
     arguments: dict[str, Any] = {"address": "inproc://input", "identity": b"a"} | wrong
     with pytest.raises(OSError, match="ZeroMQ: "):
-        InputReceiver(context, arguments["address"], arguments["identity"], TIGHT)
+        ZmqInputReceiver(context, arguments["address"], arguments["identity"], TIGHT)
     with pytest.raises(OSError, match="ZeroMQ: "):
         ZmqSender(context, "nonsense", TIGHT)
+    with pytest.raises(OSError, match="ZeroMQ: "):
+        listen(context, "nonsense", b"a")
     closing = threading.Thread(target=context.term, daemon=True)  # blocks while there is a socket
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
 
 
-def test_an_unknown_peer_is_an_error_not_a_silent_drop(context: ZmqContext) -> None:
-    router = bind_input(context, "inproc://input", TIGHT)
+def test_an_unknown_peer_is_refused_not_silently_dropped(context: ZmqContext) -> None:
+    sender = listen(context, "inproc://input", b"a")
+    assert not sender.send([b"\x00", b"x"])
     with pytest.raises(zmq.ZMQError) as caught:
-        router.send_multipart([b"nobody", b"x"], zmq.NOBLOCK)
+        sender._socket.send_multipart([b"a", b"x"], zmq.NOBLOCK)
     assert caught.value.errno == zmq.EHOSTUNREACH
 
 
-def test_peers_that_do_not_come_are_told(context: ZmqContext) -> None:
-    router = bind_input(context, "inproc://input", TIGHT)
-    receiver = InputReceiver(context, "inproc://input", b"a", TIGHT)
-    assert wait_for_peers(router, {b"a", b"b"}, 0.01) == {b"b"}
-    assert wait_for_peers(router, {b"b"}, 0) == {b"b"}
-    assert wait_for_peers(router, set(), 10) == set()
-    assert receiver is not None
+def test_a_peer_is_waited_for_and_no_stranger_is_taken_for_it(context: ZmqContext) -> None:
+    sender = listen(context, "inproc://input", b"a")
+    stranger = ZmqInputReceiver(context, "inproc://input", b"stranger", TIGHT)
+    started = time.monotonic()
+    sender.wait_for_peer(0.05)
+    sender.wait_for_peer(-1)
+    assert 0.04 < time.monotonic() - started < 5
+    assert not sender.send([b"\x00", b"too early"])
+    receiver = ZmqInputReceiver(context, "inproc://input", b"a", TIGHT)
+    started = time.monotonic()
+    sender.wait_for_peer(10)
+    assert time.monotonic() - started < 5
+    assert sender.send([b"\x00", b"x"])
+    for one in (stranger, receiver):
+        one.close()
 
 
-def test_strangers_do_not_count_as_peers(context: ZmqContext) -> None:
-    router = bind_input(context, "inproc://input", TIGHT)
-    receivers = [InputReceiver(context, "inproc://input", name, TIGHT) for name in (b"stranger", b"a")]
-    assert wait_for_peers(router, {b"a"}, 10) == set()
-    assert len(receivers) == 2
+def test_strangers_get_nothing(context: ZmqContext) -> None:
+    sender = listen(context, "inproc://input", b"a")
+    stranger, receiver = (ZmqInputReceiver(context, "inproc://input", name, TIGHT) for name in (b"stranger", b"a"))
+    assert {sender._socket.recv_multipart()[0] for _ in range(2) if sender._socket.poll(10_000)} == {b"stranger", b"a"}
+    assert [sender.send([b"\x00", b"%d" % number]) for number in range(ROOM)] == [True] * ROOM
+    assert receiver.pending()
+    assert [bytes(frame) for frame in receiver.receive() or ()] == [b"\x00", b"0"]
+    assert not stranger.pending()
+    assert stranger.receive() is None
 
 
 def test_sockets_have_the_configured_limits(context: ZmqContext) -> None:
     config = TransportConfig(high_water_mark=7, max_message_bytes=5 << 30)
-    for bind in (bind_input, bind_output):
-        socket = bind(context, f"inproc://{bind.__name__}", config)
+    sender = listen(context, "inproc://input", b"a", config)
+    receiver = ZmqInputReceiver(context, "inproc://input", b"a", config)
+    for socket in (sender._socket, receiver._socket, bind_output(context, "inproc://output", config)):
         assert socket.getsockopt(zmq.SNDHWM) == socket.getsockopt(zmq.RCVHWM) == 7
         assert socket.getsockopt(zmq.MAXMSGSIZE) == 5 << 30
         assert socket.getsockopt(zmq.LINGER) == 0

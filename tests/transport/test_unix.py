@@ -20,7 +20,8 @@ from outboard.protocol.codec import MsgpackDecoder, MsgpackEncoder
 from outboard.transport.framing import head_of, hello
 from outboard.transport.poller import SocketPoller
 from outboard.transport.reader import MAX_MESSAGES, MAX_TOKENS
-from outboard.transport.unix import SCHEME, UnixReader, UnixSender
+from outboard.transport.unix import SCHEME
+from outboard.transport.unix_outputs import UnixReader, UnixSender
 
 Run = Callable[[Awaitable[Any]], Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from outboard import AsyncLLM, AsyncMPClient, EngineConfig, EngineCoreRequest, SamplingParams, TransportConfig
-from outboard.config import Outputs
+from outboard.config import Sockets
 
 Answer = dict[str, float]
 ENGINE = "benchmarks.engines:GatedMock"
@@ -170,9 +170,9 @@ def _per_token(
     }
 
 
-async def main(outputs: Outputs) -> None:
+async def main(outputs: Sockets) -> None:
     began = time.perf_counter()
-    config = EngineConfig(engine=ENGINE, transport=TransportConfig(outputs=outputs))
+    config = EngineConfig(engine=ENGINE, transport=TransportConfig(sockets=outputs))
     client = await AsyncMPClient.launch(config)
     try:
         async with AsyncLLM(config) as llm:
@@ -187,7 +187,7 @@ async def main(outputs: Outputs) -> None:
 
 
 if __name__ == "__main__":
-    chosen: Outputs = "zmq" if "zmq" in sys.argv[1:] else "unix"
+    chosen: Sockets = "zmq" if "zmq" in sys.argv[1:] else "unix"
     if "uvloop" in sys.argv[1:]:
         import uvloop
 

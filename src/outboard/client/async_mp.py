@@ -247,7 +247,7 @@ class AsyncMPClient(MPClient):
             if status.rank == rank and status.state in states:
                 reached.set_result(status)
             elif (ended := self._membership.failure) is not None:
-                last = self._membership.told.get(rank)
+                last = self._membership.roster.told.get(rank)
                 if last is not None and last.state in states:
                     reached.set_result(last)
                 else:
@@ -255,7 +255,7 @@ class AsyncMPClient(MPClient):
 
         unsubscribe = self.subscribe(look)
         try:
-            known = self._membership.told.get(rank)
+            known = self._membership.roster.told.get(rank)
             if known is not None:
                 look(known)
             else:
@@ -281,7 +281,7 @@ class AsyncMPClient(MPClient):
         return loop
 
     def _send_input(self, request_type: EngineCoreRequestType, message: Any) -> Awaitable[None]:
-        """Sends a message; the awaitable is done: ZeroMQ or the outbox holds it."""
+        """Sends a message; the awaitable is done: the socket or the outbox holds it."""
         self._membership.links[0].sender.send(request_type, message)
         return _DONE
 

@@ -183,14 +183,14 @@ class MPClient(EngineCoreClient):
         self._shutdown_lock = threading.Lock()
         self._closed = False
         with ExitStack() as undo:
-            context = make_context()
-            undo.callback(context.destroy, linger=0)
             group = None
             if addresses is None:
                 assert config is not None  # see above
                 group = launch_engines(config, cancel_fd=cancel_fd)
                 undo.callback(group.shutdown, 0)
                 addresses = group.addresses
+            context = make_context(addresses.keys)
+            undo.callback(context.destroy, linger=0)
             self.config = addresses.config
             routing = self._make_routing()
             load = routing.table if isinstance(routing, Balanced) else None
@@ -257,7 +257,7 @@ class MPClient(EngineCoreClient):
         A client of one rank has it until its end, also where that leaves.
         """
         membership = self._membership
-        ranks = membership.ranks or membership.statuses
+        ranks = membership.roster.ranks or membership.roster.statuses
         return [
             CoreEngine(
                 status.rank,
@@ -267,14 +267,14 @@ class MPClient(EngineCoreClient):
                 status.info,
                 frozenset(status.typed_utilities),
             )
-            for rank, status in sorted(membership.statuses.items())
+            for rank, status in sorted(membership.roster.statuses.items())
             if status.info is not None and rank in ranks
         ]
 
     @property
     def engine_status(self) -> list[EngineStatus]:
         """The state of every engine core, by rank, as this client has taken note of it."""
-        return [status for _, status in sorted(self._membership.told.items())]
+        return [status for _, status in sorted(self._membership.roster.told.items())]
 
     @property
     def addresses(self) -> EngineAddresses:
@@ -333,11 +333,10 @@ class MPClient(EngineCoreClient):
 
     @property
     def pending_messages(self) -> Sequence[tuple[Any, Any]]:
-        """(tracker, frames) of messages whose buffers ZeroMQ has not let go of."""
+        """(tracker, frames) of messages whose buffers are still in use; the tracker is ZeroMQ's, or None."""
         messages: list[tuple[Any, Any]] = []
         for link in self._membership.links.values():
-            link.outbox.free_sent()
-            messages += link.outbox.tracked
+            messages += link.outbox.in_use
         return messages
 
     def stats(self) -> dict[str, Any]:
@@ -382,7 +381,7 @@ class MPClient(EngineCoreClient):
         """Ends what waits, and takes the sockets out of use; called by `shutdown`, in its thread."""
 
     def _closed_error(self) -> ClientClosedError:
-        status = next(iter(self._membership.statuses.values()))
+        status = next(iter(self._membership.roster.statuses.values()))
         return ClientClosedError("the client was shut down", rank=status.rank, pid=status.pid, phase="stopping")
 
 

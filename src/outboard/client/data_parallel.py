@@ -116,12 +116,12 @@ class DPLBAsyncMPClient(_CoordinatedClient):
     @property
     def lb_engines(self) -> dict[int, int]:
         """Own requests in flight, by rank."""
-        return {rank: self._table.in_flight(rank) for rank in self._membership.ranks}
+        return {rank: self._table.in_flight(rank) for rank in self._membership.roster.ranks}
 
     @property
     def data_parallel_size(self) -> int:
         """How many ranks get requests, as this client has taken note of it."""
-        return self._membership.members
+        return self._membership.roster.members
 
     async def scale(
         self,

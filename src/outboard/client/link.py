@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 
 from outboard.client.driver import Driver, Timer
+from outboard.client.node_stall import NodeStallWatch
 from outboard.client.pending import PendingTable
 from outboard.client.receiver import Counters, Listener, Receiver
 from outboard.client.sender import Sender
@@ -15,9 +16,11 @@ from outboard.config import EngineConfig
 from outboard.protocol.codec import MsgpackEncoder
 from outboard.protocol.control import Attach, EngineStatus, identity_of
 from outboard.protocol.shm_pair import SharedMemory
+from outboard.transport.inputs import InputSender, listen_for_inputs
 from outboard.transport.outbox import Outbox
-from outboard.transport.outputs import listen_for_outputs
-from outboard.transport.sockets import ZmqContext, ZmqSocket
+from outboard.transport.outputs import OutputReader, listen_for_outputs
+from outboard.transport.sockets import ZmqContext
+from outboard.transport.tcp import listen_by_tcp
 
 __all__ = ["LONGEST", "QUIET", "Link"]
 
@@ -38,8 +41,7 @@ class Link:
         slot: the client's place on progress pages.
         client_index: of the client.
         config: transport limits, and how long a stall is none.
-        context, directory: for the output socket.
-        input_socket: the client's, shared by all links.
+        context, directory: for the sockets.
         pending, listener, counters: the client's.
         call_later: calls a function after a delay in the client's thread.
 
@@ -48,6 +50,11 @@ class Link:
         epoch: a random number that all messages carry, both ways.
         attached: whether the engine core has answered.
         left: whether the engine core has been told that it gets no more.
+        inputs: the way to the engine core.
+        outbox: what is sent by it.
+
+    Raises:
+        OSError: no file descriptor is left.
     """
 
     def __init__(
@@ -58,7 +65,6 @@ class Link:
         config: EngineConfig,
         context: ZmqContext,
         directory: str,
-        input_socket: ZmqSocket,
         pending: PendingTable,
         listener: Listener,
         counters: Counters,
@@ -74,10 +80,16 @@ class Link:
         self._pending = pending
         self._listener = listener
         self._counters = counters
-        self._memory = SharedMemory.offer(transport.shared_memory_limit)
+        # No memory is shared between hosts.
+        self._memory = SharedMemory.offer(0 if status.node else transport.shared_memory_limit)
         encoder = MsgpackEncoder(transport.inline_bytes, transport.shared_memory_bytes, self._memory.pool)
-        identity = identity_of(status.rank, status.incarnation)
-        self.outbox = Outbox(input_socket, identity, call_later, encoder.give_back)
+        self.receiver = Receiver(pending, status.rank, self.epoch, listener, counters)
+        try:
+            self.inputs, self._outputs = self._listen(config, context, directory, call_later)
+        except BaseException:
+            self._memory.close()
+            raise
+        self.outbox = Outbox(self.inputs, encoder.give_back)
         self.sender = Sender(
             self.epoch,
             client_index,
@@ -88,54 +100,69 @@ class Link:
             transport.max_message_bytes,
             status.rank,
         )
-        self.receiver = Receiver(pending, status.rank, self.epoch, listener, counters)
-        self._outputs = listen_for_outputs(
-            context,
-            directory,
-            self.epoch,
-            transport,
-            self.receiver.on_message,
-            self._on_outputs_end,
-            lambda what: counters.drop("stranger", what),
-        )
         self._driver: Driver | None = None
         self._timer: Timer | None = None
         self._end_timer: Timer | None = None
         self._deadline = 0.0
         self._done: Callable[[], None] | None = None
-        self.stall: StallWatch | None = None
+        self.stall: StallWatch | NodeStallWatch | None = None
 
-    def invitation(self, input_address: str) -> Attach:
-        """What the launcher is asked to tell the engine core."""
-        status = self.status
-        return Attach(
-            status.rank, status.incarnation, self.epoch, input_address, self._outputs.address, self._memory.address
+    def _listen(
+        self,
+        config: EngineConfig,
+        context: ZmqContext,
+        directory: str,
+        call_later: Callable[[float, Callable[[], None]], object],
+    ) -> tuple[InputSender, OutputReader]:
+        status, transport, on_message = self.status, config.transport, self.receiver.on_message
+        identity = identity_of(status.rank, status.incarnation)
+        if status.node:
+            assert config.network is not None  # or there would be no nodes
+            return listen_by_tcp(context, config.network, transport, identity, call_later, on_message, self._on_lost)
+        outputs = listen_for_outputs(
+            context, directory, self.epoch, transport, on_message, self._on_outputs_end, self._on_stranger
         )
+        try:
+            inputs = listen_for_inputs(
+                context, directory, self.epoch, identity, transport, call_later, self._on_closed, self._on_stranger
+            )
+        except BaseException:
+            outputs.close()
+            raise
+        return inputs, outputs
+
+    def invitation(self) -> Attach:
+        """What the launcher is asked to tell the engine core."""
+        status, inputs, outputs = self.status, self.inputs.address, self._outputs.address
+        return Attach(status.rank, status.incarnation, self.epoch, inputs, outputs, self._memory.address)
 
     def on_attached(self) -> bool:
         """The engine core has connected; nothing has been sent to it yet. False if its connection is not there."""
         assert self.status.pid is not None  # it is ready
         try:
-            connected = self._outputs.accept()
+            connected = self._outputs.accept() and self.inputs.accept()
         except OSError as error:
             self.receiver.give_up(f"the engine core's connection cannot be taken: {error}")
             return False
         if not connected:
             self.receiver.give_up("the engine core said that it had connected, and had not")
             return False
-        self._memory.attach(self.status.pid)
-        self.receiver.set_reader(self._memory.reader)
+        if not self.status.node:
+            self._memory.attach(self.status.pid)
+            self.receiver.set_reader(self._memory.reader)
         try:
-            self.stall = StallWatch(self.status, self._slot, self._stall_timeout)
+            watch = NodeStallWatch if self.status.node else StallWatch
+            self.stall = watch(self.status, self._slot, self._stall_timeout)
         except (OSError, ValueError) as error:  # it is dying just now, or hides its descriptors
             logger.info("engine core rank %d cannot be watched for stalls: %s", self.status.rank, error)
         self.attached = True
         return True
 
     def read_on(self, driver: Driver) -> None:
-        """Takes messages from now on."""
+        """Takes messages, and sends, from now on."""
         self._driver = driver
         self._outputs.attach(driver)
+        self.inputs.attach(driver)
 
     def end(self, done: Callable[[], None]) -> None:
         """The engine core has ended: takes what it had sent until its socket is quiet, then calls `done`, once."""
@@ -176,6 +203,7 @@ class Link:
             if timer is not None:
                 timer.cancel()
         self._outputs.stop()
+        self.inputs.stop()
         self.outbox.clear()
         self._memory.close()
         if self.stall is not None:
@@ -183,19 +211,33 @@ class Link:
             self.stall = None
 
     def close_socket(self) -> None:
-        """Closes the socket, which nobody may be using. Idempotent."""
+        """Closes the sockets, which nobody may be using. Idempotent."""
         self._outputs.close()
+        self.inputs.close()
 
     def _on_outputs_end(self, wrong: str) -> None:
         if wrong:
             self._counters.drop("broken connection", wrong)
             self.receiver.give_up(f"the engine core sent what is no message: {wrong}")
-        elif self._driver is not None and not self.ending:
+        else:
+            self._on_closed()
+
+    def _on_lost(self, wrong: str) -> None:
+        if wrong:
+            self.receiver.give_up(wrong)
+        else:
+            self._on_closed()
+
+    def _on_closed(self) -> None:
+        if self._driver is not None and not self.ending and self._end_timer is None:
             self._end_timer = self._driver.call_later(_END_TOLD, self._end_not_told)
 
     def _end_not_told(self) -> None:
         if not self.ending and not self.receiver.ended:
-            self.receiver.give_up("the engine core has closed the connection of its outputs, and goes on")
+            self.receiver.give_up("the engine core has closed its connection, and goes on")
+
+    def _on_stranger(self, what: str) -> None:
+        self._counters.drop("stranger", what)
 
     def _wait_for_quiet(self, driver: Driver) -> None:
         self._timer = driver.call_later(QUIET, self._look_again, driver, self._counters.received)

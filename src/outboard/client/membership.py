@@ -12,15 +12,18 @@ from outboard._version import __version__
 from outboard.client.coordination import Coordination
 from outboard.client.delivery import Delivery
 from outboard.client.driver import Driver
+from outboard.client.engine_listener import EngineListener
 from outboard.client.launcher_channel import FromLauncher, LauncherChannel
 from outboard.client.link import Link
 from outboard.client.moves import Moves
+from outboard.client.node_stall import NodeStallWatch
 from outboard.client.pending import PendingTable
 from outboard.client.progress_watch import ProgressWatch
 from outboard.client.receiver import Counters
+from outboard.client.roster import Roster
 from outboard.client.routing import Routing
 from outboard.client.scaling import Scaling
-from outboard.client.states import GONE, SERVING, gone, removed, restarting, stalled
+from outboard.client.states import GONE, SERVING, gone, removed, restarting
 from outboard.client.traffic import Traffic
 from outboard.errors import (
     ClientClosedError,
@@ -44,22 +47,14 @@ from outboard.protocol.control import (
     ScaleRefused,
     ScaleState,
     Welcome,
-    identity_of,
 )
 from outboard.protocol.messages import (
     PROTOCOL_VERSION,
-    EngineCoreOutputs,
     EngineCoreRequestType,
     ErrorReport,
     LeaveRank,
 )
-from outboard.transport.session import front_end_socket
-from outboard.transport.sockets import (
-    ZmqContext,
-    bind_input,
-    remove_socket_file,
-    wait_for_peers,
-)
+from outboard.transport.sockets import ZmqContext
 
 __all__ = ["Membership", "OnStatus"]
 
@@ -73,8 +68,6 @@ _JOIN_TIMEOUT = 30.0
 _CONNECT_TIMEOUT = 1.0
 # How long the news of a death may take that happened while nothing was read.
 _NEWS_TIMEOUT = 1.0
-# An engine core that said ENGINE_CORE_DEAD gets this long to end by itself, so that its exit code can be told.
-_EXIT_GRACE = 0.5
 # How long it may take to tell the launcher that this front end goes after all, in milliseconds.
 _LINGER_MS = 500
 
@@ -97,13 +90,11 @@ class Membership:
 
     Attributes:
         addresses: of the launcher and all that it keeps.
-        members: ranks below this get requests; others are on their way in or out.
+        roster: the engine cores that it knows.
         traffic: what is asked of the engine cores.
         scaling: hears of changes of the number of ranks; None: nobody does.
         watch: looks whether those that something waits for make progress.
         failure: the error that ended everything; None while all is well.
-        statuses: of the engine cores, by rank.
-        told: the same, as far as subscribers have been told: one that is ready is not before it can be used.
         links: by rank; those that can be used, and those that end.
         counters: of messages.
         coordination: with other ranks and front ends.
@@ -123,6 +114,7 @@ class Membership:
     ) -> None:
         self._routing = routing
         self._only_rank = only_rank
+        self.roster = Roster(only_rank)
         config = addresses.config
         self.addresses = addresses
         self._config = config
@@ -130,24 +122,18 @@ class Membership:
         self._context = context
         self._pending = pending
         self._delivery = delivery
-        self._owner = owner
+        self._listener = EngineListener(self, delivery, owner)
         self._give_up = give_up
         self._driver: Driver | None = None
         self._slot = -1
-        self.members = 0
-        self._leaving: set[int] = set()  # ranks that were members, and serve on until they are empty
         self.scaling: Scaling | None = None
         self.failure: EngineDeadError | None = None
-        self.statuses: dict[int, EngineStatus] = {}
-        self.told: dict[int, EngineStatus] = {}
         self.links: dict[int, Link] = {}
         self._subscribers: list[OnStatus] = []
         self.counters = Counters()
         self._launcher = LauncherChannel(
             context, addresses, not owner, self.counters, self._on_control, self._on_launcher_gone
         )
-        self._input_address = f"ipc://{front_end_socket(addresses.directory, 'in')}"
-        self._input = bind_input(context, self._input_address, config.transport)
         self._moves = Moves(pending, delivery, client_index, config)
         self.watch = ProgressWatch(config.faults.stall_timeout, pending, self.links, self._launcher.tell)
         self.traffic = Traffic(self, pending, self._moves, routing)
@@ -183,20 +169,20 @@ class Membership:
                 pass
         if self.failure is not None:
             raise self.failure.copy()
-        if not self.ranks:
+        # Or an engine core that is stopped at once would look idle: it would not have been sent what is asked of it.
+        deadline = time.monotonic() + _CONNECT_TIMEOUT
+        for link in self.links.values():
+            link.inputs.wait_for_peer(deadline - time.monotonic())
+        if not self.roster.ranks:
             self.leave()
             self._launcher.close(_LINGER_MS)
             raise ConfigError(
-                f"data_parallel_rank {self._only_rank} does not exist: data_parallel_size is {self.members}"
+                f"data_parallel_rank {self._only_rank} does not exist: data_parallel_size is {self.roster.members}"
             )
-        # What is sent to an engine core whose connection is not there yet waits for a timer.
-        attached = [link.status for link in self.links.values() if link.attached]
-        identities = {identity_of(status.rank, status.incarnation) for status in attached}
-        wait_for_peers(self._input, identities, _CONNECT_TIMEOUT)
 
     @property
     def _joined(self) -> bool:
-        coming = [rank for rank in self.ranks if self.statuses[rank].state not in GONE]
+        coming = [rank for rank in self.roster.ranks if self.roster.statuses[rank].state not in GONE]
         return self._slot >= 0 and all(rank in self.links and self.links[rank].attached for rank in coming)
 
     def attach(self, driver: Driver) -> None:
@@ -235,44 +221,20 @@ class Membership:
         self._subscribers.append(on_status)
         return lambda: self._subscribers.remove(on_status) if on_status in self._subscribers else None
 
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks that this client has to do with, and that get requests."""
-        return sorted(rank for rank in self.statuses if rank < self.members)
-
-    def is_member(self, rank: int) -> bool:
-        """Whether this rank gets requests."""
-        return rank in self.statuses and 0 <= rank < self.members
-
     def is_linked(self, rank: int) -> bool:
         """Whether this rank serves, and this client has to do with it."""
         link = self.links.get(rank)
         return link is not None and not link.ending
 
-    def check_members(self) -> None:
-        """Raises that the one rank which this client has to do with leaves; where there are several, one stays."""
-        if not self.ranks:
-            raise removed(next(iter(self.statuses.values())))
-
     def check(self) -> None:
         """Raises what is wrong, where no engine core serves."""
         if self.failure is not None:
             raise self.failure.copy()
-        self.check_members()
-        statuses = [self.statuses[rank] for rank in self.ranks]
-        if len(statuses) > 1 and any(status.state is EngineState.READY for status in statuses):
-            return
-        for status in statuses:
-            if status.state is EngineState.STALLED:
-                raise stalled(status)
-            if status.state is EngineState.RESTARTING:
-                raise restarting(status)
-            if status.state in GONE:  # what it had sent is still being taken
-                raise gone(status)
+        self.roster.check()
 
     def _set_available(self) -> None:
         links = self.links.items()
-        self._routing.set_available([rank for rank, link in links if link.usable and rank < self.members])
+        self._routing.set_available([rank for rank, link in links if link.usable and rank < self.roster.members])
 
     # --- the end ---
 
@@ -280,7 +242,7 @@ class Membership:
         """Ends everything that waits, now and for ever after. Only the first cause counts."""
         if self.failure is not None:
             return
-        status = next(iter(self.statuses.values()), None)
+        status = next(iter(self.roster.statuses.values()), None)
         if cause.pid is None and status is not None:
             cause.rank, cause.incarnation, cause.pid = status.rank, status.incarnation, status.pid
         self.failure = cause
@@ -292,8 +254,8 @@ class Membership:
             self._delivery.end(cause)
             if self.scaling is not None:
                 self.scaling.fail(cause)
-            self.told = dict(self.statuses)
-            for status in self.told.values():
+            self.roster.told = dict(self.roster.statuses)
+            for status in self.roster.told.values():
                 self._notify(status)
 
     def stop_reading(self) -> None:
@@ -321,8 +283,6 @@ class Membership:
         for link in self.links.values():
             link.close_socket()
         self.coordination.close()
-        self._input.close(linger=0)
-        remove_socket_file(self._input_address)
         self._launcher.close(linger_ms)
 
     # --- the control channel ---
@@ -333,7 +293,9 @@ class Membership:
         if isinstance(message, EngineStatus):
             self._on_status(message)
         elif isinstance(message, EngineProgress):
-            pass  # no link of ours is to an engine core on another host
+            link = self.links.get(message.rank)
+            if link is not None and isinstance(link.stall, NodeStallWatch):
+                link.stall.note(message)
         elif isinstance(message, Attached):
             self._on_attached(message)
         elif isinstance(message, CoordinatorAt):
@@ -347,7 +309,7 @@ class Membership:
                 self.scaling.on_message(message)
         elif isinstance(message, Welcome):
             self._slot = message.slot
-            self.members = message.members if message.members >= 0 else len(message.engines)
+            self.roster.members = message.members if message.members >= 0 else len(message.engines)
             # The gone ones last: where the first is gone, it is not the only one.
             for status in sorted(message.engines, key=lambda status: status.state in GONE):
                 self._on_status(status)
@@ -355,10 +317,10 @@ class Membership:
             self.fail(EngineDeadError(f"the launcher refuses this front end: {message.reason}"))
 
     def _on_status(self, status: EngineStatus) -> None:
-        if self._only_rank not in (None, status.rank):
+        if not self.roster.concerns(status.rank):
             self._launcher.tell(Acknowledge(status.version))
             return
-        known = self.statuses.get(status.rank)
+        known = self.roster.statuses.get(status.rank)
         if known is not None and status.version <= known.version:
             return
         link = self.links.get(status.rank)
@@ -367,7 +329,7 @@ class Membership:
             if self.failure is not None:
                 return
             link = None
-        self.statuses[status.rank] = status
+        self.roster.statuses[status.rank] = status
         self._launcher.tell(Acknowledge(status.version))
         if link is not None and not (status.state in SERVING and status.incarnation == link.status.incarnation):
             if status.state in SERVING:  # already the next one: there is no time to wait for what is left of the last
@@ -386,11 +348,11 @@ class Membership:
     def _serves(self, rank: int) -> bool:
         """Whether this rank has requests of this client, or can get them."""
         link = self.links.get(rank)
-        return link is not None and link.usable and (rank < self.members or rank in self._leaving)
+        return link is not None and link.usable and self.roster.gets_requests(rank)
 
     def _notify(self, status: EngineStatus) -> None:
-        if status.rank in self.statuses:  # else it has been scaled away, which is the last that is told of it
-            self.told[status.rank] = status
+        if status.rank in self.roster.statuses:  # else it has been scaled away, which is the last that is told of it
+            self.roster.told[status.rank] = status
         for on_status in list(self._subscribers):
             on_status(status)
 
@@ -402,20 +364,21 @@ class Membership:
             self._config,
             self._context,
             self.addresses.directory,
-            self._input,
             self._pending,
-            self,
+            self._listener,
             self.counters,
             self._call_later,
         )
         self.links[status.rank] = link
-        self._launcher.tell(link.invitation(self._input_address))
+        self._launcher.tell(link.invitation())
 
     def _on_attached(self, message: Attached) -> None:
         link = self.links.get(message.rank)
         if link is None or link.epoch != message.epoch or link.attached:
             return
-        if message.refused and message.rank >= self.members:  # whoever changes the size finds that it is not attached
+        if (
+            message.refused and message.rank >= self.roster.members
+        ):  # whoever changes the size finds that it is not attached
             logger.warning("engine core rank %d, which is to join, refuses: %s", message.rank, message.refused)
             link.close()
             link.close_socket()
@@ -432,29 +395,28 @@ class Membership:
         self._set_available()
         self._moves.send_waiting(self.traffic.route)
         if self._serves(message.rank):
-            self._notify(self.statuses[message.rank])
+            self._notify(self.roster.statuses[message.rank])
 
     def _on_members(self, message: Members) -> None:
         """Ranks that are no members any more get nothing from now on; what they have, they end, or it moves."""
-        before, self.members = self.members, message.size
-        self._leaving = {rank for rank in (*self._leaving, *range(message.size, before)) if rank >= message.size}
+        before = self.roster.set_members(message.size)
         self._set_available()
         self._take_leave()
-        for rank in sorted(self.statuses):
+        for rank in sorted(self.roster.statuses):
             if rank >= message.size:
-                self._moves.end_unreachable(rank, removed(self.statuses[rank]))
-                if self.statuses[rank].state in GONE and rank not in self.links:
-                    self._forget(rank)
+                self._moves.end_unreachable(rank, removed(self.roster.statuses[rank]))
+                if self.roster.statuses[rank].state in GONE and rank not in self.links:
+                    self.roster.forget(rank)
         self._launcher.tell(Acknowledge(message.version))
         self._moves.send_waiting(self.traffic.route)
         for rank in range(before, message.size):
             if self._serves(rank):
-                self._notify(self.statuses[rank])
+                self._notify(self.roster.statuses[rank])
 
     def _on_progress(self, progress: ScaleProgress) -> None:
         """Who has joined meanwhile learns by this which ranks leave."""
         if progress.new_size < progress.old_size and progress.state in (ScaleState.COMMITTING, ScaleState.DRAINING):
-            self._leaving.update(range(progress.new_size, progress.old_size))
+            self.roster.leaving.update(range(progress.new_size, progress.old_size))
             self._take_leave()
 
     def _take_leave(self) -> None:
@@ -462,7 +424,7 @@ class Membership:
         if self._driver is None:
             return  # nothing is sent before there is one
         for rank, link in self.links.items():
-            if rank >= self.members and rank in self._leaving and link.usable and not link.left:
+            if rank >= self.roster.members and rank in self.roster.leaving and link.usable and not link.left:
                 link.left = True
                 link.sender.send(EngineCoreRequestType.LEAVE, LeaveRank(link.epoch))
 
@@ -472,7 +434,7 @@ class Membership:
         """All that a dead engine core had sent has been taken."""
         link.close()
         link.close_socket()
-        status = self.statuses[link.status.rank]
+        status = self.roster.statuses[link.status.rank]
         if self.links.get(status.rank) is link:
             del self.links[status.rank]
         self.watch.forget(status.rank)
@@ -487,13 +449,13 @@ class Membership:
             self._on_rank_gone(status)
         else:
             self._moves.after_death(status.rank, restarting(status))
-            if status.rank >= self.members:
+            if status.rank >= self.roster.members:
                 self._moves.end_unreachable(status.rank, removed(status))
             self._moves.send_waiting(self.traffic.route)
 
     def _on_rank_gone(self, status: EngineStatus) -> None:
-        is_member = status.rank < self.members
-        if all(self.statuses[rank].state in GONE for rank in self.ranks):
+        is_member = status.rank < self.roster.members
+        if self.roster.all_gone:
             self.fail(gone(status) if is_member else removed(status))
             return
         if not is_member:
@@ -509,57 +471,30 @@ class Membership:
         self._moves.after_death(status.rank, cause, at_fault=False)
         self._moves.end_unreachable(status.rank, cause)
         self._moves.send_waiting(self.traffic.route)
-        self._forget(status.rank)
-
-    def _forget(self, rank: int) -> None:
-        del self.statuses[rank]
-        self.told.pop(rank, None)
-        self._leaving.discard(rank)
+        self.roster.forget(status.rank)
 
     def _on_launcher_gone(self, error: EngineDeadError) -> None:
         for link in list(self.links.values()):
             link.end_now()  # a last look at what has come
         self.fail(error)
 
-    # --- for receivers ---
-
-    @property
-    def needs_ids(self) -> bool:
-        return self._delivery.needs_ids
-
-    def deliver(self, message: EngineCoreOutputs) -> None:
-        self._delivery.deliver(message)
-
-    def on_notification(self, payload: tuple[str, int]) -> bool:
-        taken = self._delivery.notify(payload)
-        if self.scaling is None:
-            return taken
-        self.scaling.on_notification(payload, hooked=taken)
-        return True
-
-    def on_engine_dead(self, rank: int, report: ErrorReport) -> None:
-        """Its exit follows, and says more; where it does not follow, it is killed."""
-        status = self.statuses[rank]
-        reason = f"Engine core rank {rank} (pid {status.pid}) failed and did not end: {report.type}: {report.message}"
-        if self._driver is not None:
-            self._driver.call_later(_EXIT_GRACE, self._kill, rank, status.incarnation, reason, report)
-
-    def on_broken(self, rank: int, reason: str) -> None:
-        if self._owner:
-            self._kill(rank, self.statuses[rank].incarnation, reason)
-        else:  # others may be served well
-            self.fail(EngineDeadError(reason, rank=rank))
+    # --- to have one killed ---
 
     def kill(self, rank: int, reason: str) -> None:
         """Has the present incarnation of an engine core killed."""
-        self._kill(rank, self.statuses[rank].incarnation, reason)
+        self._kill(self.roster.statuses[rank], reason)
 
-    def _kill(self, rank: int, incarnation: int, reason: str, report: ErrorReport | None = None) -> None:
-        status = self.statuses.get(rank)
+    def kill_later(self, delay: float, status: EngineStatus, reason: str, report: ErrorReport) -> None:
+        """Has this incarnation of an engine core killed if it lives in `delay` seconds still."""
+        if self._driver is not None:
+            self._driver.call_later(delay, self._kill, status, reason, report)
+
+    def _kill(self, which: EngineStatus, reason: str, report: ErrorReport | None = None) -> None:
+        status = self.roster.statuses.get(which.rank)
         if self.failure is not None or self._launcher.closed or status is None:
             return
-        if status.incarnation == incarnation:
-            self._launcher.tell(KillEngine(rank, incarnation, reason, report))
+        if status.incarnation == which.incarnation:
+            self._launcher.tell(KillEngine(which.rank, which.incarnation, reason, report))
 
     def _call_later(self, delay: float, function: Callable[[], None]) -> None:
         assert self._driver is not None  # nothing is sent before there is one

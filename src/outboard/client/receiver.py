@@ -87,7 +87,7 @@ class Counters:
     def drop(self, reason: str, detail: str) -> None:
         """Counts a message that is dropped; the first of each kind is logged."""
         if not self.dropped[reason]:
-            logger.warning("dropped a message on the output socket (%s): %s; more are only counted", reason, detail)
+            logger.warning("dropped a message (%s): %s; more are only counted", reason, detail)
         self.dropped[reason] += 1
 
 

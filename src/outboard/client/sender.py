@@ -17,7 +17,7 @@ from outboard.protocol.messages import (
     UtilityCall,
 )
 from outboard.protocol.tensors import Buffer
-from outboard.protocol.token_ids import pack_token_ids
+from outboard.protocol.token_ids import token_id_bytes
 
 __all__ = ["Sender"]
 
@@ -36,7 +36,7 @@ class Sender:
         encoder: for all messages.
         post: sends frames, or holds them; the second argument names a request for `take_back`.
         take_back: removes a request that has not been sent; False if it has.
-        max_message_bytes: ZeroMQ would drop a larger frame, and the connection.
+        max_message_bytes: the engine core would take a larger frame for junk, and end the connection.
         rank: of the engine core.
     """
 
@@ -87,7 +87,7 @@ class Sender:
                     self._epoch,
                     handle,
                     request.request_id,
-                    pack_token_ids(request.prompt_token_ids).tobytes(),
+                    token_id_bytes(request.prompt_token_ids),
                     request.sampling_params,
                     request.inputs,
                     request.client_index,

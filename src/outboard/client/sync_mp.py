@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import queue
+from collections.abc import Sequence
 from typing import Any
 
 from outboard.client.base import MPClient
@@ -55,6 +56,11 @@ class SyncMPClient(SyncClient, MPClient):
     @property
     def _outbound(self) -> Outbound:
         return self._membership.traffic
+
+    @property
+    def pending_messages(self) -> Sequence[tuple[Any, Any]]:
+        with self._lock:  # the thread sends what is held
+            return super().pending_messages
 
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
         """The next message with outputs or scheduler stats; waits for it.

@@ -23,20 +23,37 @@ class ThreadLoop:
         self._lock = lock
         self._loop = asyncio.new_event_loop()
         self._last_act: Callable[[], None] | None = None
+        # What is watched, or will be once the thread gets to it; what was removed before that must not be: its
+        # descriptor may be closed by then, or somebody else's.
+        self._readers: dict[int, object] = {}
+        self._writers: dict[int, object] = {}
         self._thread = threading.Thread(target=self._run, name="outboard-client", daemon=True)
         self._thread.start()
 
     def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
         """Calls `callback(*args)` whenever `fd` is readable."""
-        self._in_thread(self._loop.add_reader, fd, self._locked, callback, args)
+        self._watch(self._readers, self._loop.add_reader, fd, callback, args)
 
     def remove_reader(self, fd: int) -> None:
         """Undoes `add_reader`."""
+        self._readers.pop(fd, None)
         self._in_thread(self._loop.remove_reader, fd)
+
+    def add_writer(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
+        """Calls `callback(*args)` whenever `fd` is writable."""
+        self._watch(self._writers, self._loop.add_writer, fd, callback, args)
+
+    def remove_writer(self, fd: int) -> None:
+        """Undoes `add_writer`."""
+        self._writers.pop(fd, None)
+        self._in_thread(self._loop.remove_writer, fd)
 
     def call_soon(self, callback: Callable[..., Any], *args: Any) -> None:
         """Calls `callback(*args)` in the thread."""
-        self._loop.call_soon_threadsafe(self._locked, callback, args)
+        try:
+            self._loop.call_soon_threadsafe(self._locked, callback, args)
+        except RuntimeError:
+            pass  # it has ended
 
     def call_later(self, delay: float, callback: Callable[..., Any], *args: Any) -> _Timer:
         """Calls `callback(*args)` in the thread after `delay` seconds, unless the result is cancelled before."""
@@ -63,6 +80,22 @@ class ThreadLoop:
         """Waits for the end of the thread."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+
+    def _watch(
+        self,
+        watched: dict[int, object],
+        add: Callable[..., Any],
+        fd: int,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+    ) -> None:
+        watched[fd] = wish = object()
+
+        def carry_out() -> None:
+            if watched.get(fd) is wish:
+                add(fd, self._locked, callback, args)
+
+        self._in_thread(carry_out)
 
     def _in_thread(self, function: Callable[..., Any], *args: Any) -> None:
         if threading.current_thread() is self._thread:

@@ -75,12 +75,12 @@ class Traffic:
         """Calls a utility method of a rank, by default the first; the call id, under which `future` waits."""
         membership = self._membership
         membership.watch.arm()
-        membership.check_members()
-        rank = membership.ranks[0] if rank is None else rank
+        membership.roster.check_members()
+        rank = membership.roster.ranks[0] if rank is None else rank
         link = self._usable(rank)
         if link is None:
             self._settle(rank)
-            raise restarting(membership.statuses[rank])
+            raise restarting(membership.roster.statuses[rank])
         return link.sender.call(future, method, args, kwargs)
 
     def route(self, request: EngineCoreRequest) -> Link | None:
@@ -89,9 +89,9 @@ class Traffic:
         if rank is None:
             rank = self._routing.choose(request)
             return None if rank is None else self._membership.links[rank]
-        if not self._membership.is_member(rank):
-            self._membership.check_members()
-            ranks = ", ".join(map(str, self._membership.ranks))
+        if not self._membership.roster.is_member(rank):
+            self._membership.roster.check_members()
+            ranks = ", ".join(map(str, self._membership.roster.ranks))
             raise InvalidRequestError(f"there is no data_parallel_rank {rank!r}; there is rank {ranks}")
         return self._usable(rank)
 
@@ -103,11 +103,11 @@ class Traffic:
     def _settle(self, rank: int | None) -> None:
         """Raises the end of a rank, or of all, that is known while what was sent before it is still being taken."""
         membership = self._membership
-        membership.check_members()
+        membership.roster.check_members()
         for link in list(membership.links.values()):
-            if link.ending and membership.statuses[link.status.rank].state in GONE:
+            if link.ending and membership.roster.statuses[link.status.rank].state in GONE:
                 link.end_now()
         if membership.failure is not None:
             raise membership.failure.copy()
-        if rank is not None and membership.statuses[rank].state in GONE:
-            raise gone(membership.statuses[rank])
+        if rank is not None and membership.roster.statuses[rank].state in GONE:
+            raise gone(membership.roster.statuses[rank])

@@ -1,4 +1,4 @@
-"""What comes through the busy loop's queue, beside messages, which are tuples: (epoch of the client, item).
+"""What comes through the busy loop's queue, beside messages, which are tuples: (epoch of the client, items).
 
 The coordinator's `StartWave` and `SetControl` come as they are.
 

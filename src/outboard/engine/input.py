@@ -33,12 +33,12 @@ from outboard.protocol.control import (
 from outboard.protocol.messages import Init
 from outboard.protocol.progress import MAX_SLOTS
 from outboard.protocol.shm_pair import SharedMemory
+from outboard.transport.inputs import InputReceiver, connect_inputs
 from outboard.transport.outputs import connect_outputs
 from outboard.transport.poller import SocketPoller
 from outboard.transport.sockets import (
     ContextTerminated,
     ControlClient,
-    InputReceiver,
     ZmqContext,
     check_descriptors,
 )
@@ -176,7 +176,7 @@ class InputThread(threading.Thread):
         check_descriptors(_DESCRIPTORS, "an engine core's client")
         init = self._init
         memory = SharedMemory.join(who.arena)
-        receiver = InputReceiver(self._context, who.input_address, who.identity, self._limits)
+        receiver = connect_inputs(self._context, who.input_address, who.epoch, who.identity, self._limits)
         try:
             sender = connect_outputs(
                 self._context, who.output_address, who.epoch, self._limits, self._poller, self._tell_writable
@@ -196,7 +196,8 @@ class InputThread(threading.Thread):
     def _detach(self, client_index: int) -> None:
         link = self._links.pop(client_index, None)
         if link is not None:
-            self._poller.remove(link.receiver.fd)
+            if not link.receiver.ended:
+                self._poller.remove(link.receiver.fd)
             link.receiver.close()
             self._inbox.put(ClientLeft(link.epoch))
 
@@ -206,13 +207,25 @@ class InputThread(threading.Thread):
         put, receive, pending, decode = self._inbox.put, receiver.receive, receiver.pending, incoming.decode
 
         def read() -> bool:
-            for _ in range(_MAX_MESSAGES):
-                frames = receive()
-                if frames is None:
-                    return False
-                put((epoch, decode(frames)))
-                if not pending():
-                    return False
-            return True
+            items: list[Any] = []
+            try:
+                for _ in range(_MAX_MESSAGES):
+                    frames = receive()
+                    if frames is None:
+                        break
+                    items.append(decode(frames))
+                    if not pending():
+                        break
+                else:
+                    return True
+            except ProtocolError as error:
+                self._drops.note("broken connection", error)
+            finally:
+                if items:  # the busy loop is woken once for all of them
+                    put((epoch, items))
+            if receiver.ended:  # the client is gone, which the launcher tells, or finds its connection closed
+                self._poller.remove(receiver.fd)
+                receiver.close()
+            return False
 
         return read

@@ -108,7 +108,7 @@ class BusyLoop:
         self._load_after: float | None = None  # while the coordinator is to be told of a load later
         self._stop_by = 0.0
         self._events: dict[type, Callable[[Any], None]] = {
-            tuple: self._on_message,
+            tuple: self._on_messages,
             ClientJoined: self._on_joined,
             ClientLeft: self._on_left,
             CoordinatorJoined: self._on_coordinator,
@@ -225,15 +225,16 @@ class BusyLoop:
             event = inbox.get_nowait()
         self._calls.send()  # before a step, which may take long
 
-    def _on_message(self, message: tuple[int, Any]) -> None:
-        epoch, item = message
+    def _on_messages(self, messages: tuple[int, list[Any]]) -> None:
+        epoch, items = messages
         client = self._clients.get(epoch)
         if client is None:  # it has left
             return
-        self._page.took(client.slot)
-        self._calls.send_before(item)
-        if item is not None:
-            self._items[type(item)](client, item)
+        for item in items:
+            self._page.took(client.slot)
+            self._calls.send_before(item)
+            if item is not None:
+                self._items[type(item)](client, item)
 
     def _on_joined(self, joined: ClientJoined) -> None:
         self._clients[joined.epoch] = Client(joined, self._batch, self._engine.abort_requests, self._rank)

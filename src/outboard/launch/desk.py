@@ -227,6 +227,7 @@ class ControlDesk:
                 progress.taken.get(front_end.slot, 0),
                 progress.process,
                 progress.cpu,
+                progress.stack,
             )
             self.tell(front_end, message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import Counter
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from outboard.launch.launcher import Launcher
 from outboard.launch.scaler import ScaleOrder
 from outboard.launch.startup import InitMaker, sendable_options
 from outboard.protocol.control import EngineState, EngineStatus, Scale
-from outboard.transport.curve import SessionKeys
+from outboard.transport.curve import KeyedContext, SessionKeys
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, make_context
 
@@ -97,6 +98,7 @@ class EngineGroup:
             if nodes is not None:
                 undo.callback(nodes.close)
             undo.callback(starter.close)
+            self._context = context if isinstance(context, KeyedContext) else None
             launcher = Launcher(config, inits, context, session, control, address, starter, nodes, keys, cancel_fd)
             self._launcher, self._nodes = launcher, nodes
             launcher.thread.start()
@@ -187,13 +189,15 @@ class EngineGroup:
     def stats(self) -> dict[str, Any]:
         """Counters: messages dropped by reason; by client index the last state that each front end has acknowledged.
 
-        And the coordinator's process id and incarnation, where there is one; and the nodes that have joined.
+        And the coordinator's process id and incarnation, where there is one. With a network: the nodes that have
+        joined, and how many connections by TCP were refused, see `KeyedContext.refused`.
         """
         desk = self._launcher.desk
         acknowledged = {one.client_index: one.acknowledged for one in desk.front_ends}
         coordinator = self._launcher.coordinator
         stats = {"dropped": dict(desk.dropped), "acknowledged": acknowledged, "coordinator": coordinator}
-        if self._nodes is not None:
+        if self._nodes is not None and self._context is not None:
+            stats["refused"] = dict(Counter(self._nodes.refused) + Counter(self._context.refused))
             stats["nodes"] = [
                 {"name": room.name, "places": room.places, "taken": room.taken, "leaving": room.leaving}
                 for room in self._nodes.rooms()

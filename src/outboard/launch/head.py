@@ -79,6 +79,7 @@ def make_starter(
         interval=network.heartbeat_interval,
         patience=network.patience,
         shutdown_timeout=config.faults.shutdown_timeout,
+        stall_timeout=config.faults.stall_timeout,
     )
     nodes = NodeDesk(NodeServer(secret, network), facts, time.monotonic())
     if cluster is not None:

@@ -97,7 +97,7 @@ class NodeRanks:
             )
             try:
                 process = EngineProcess.start({**os.environ, **what.env, **where.to_environ()}, self._session.path)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # the latter of variables that no process can have
                 return self._end_unstarted(key, str(error))
             self._running[key] = _Running(process, place)
             logger.info("engine core rank %d is being started", what.rank)
@@ -120,7 +120,7 @@ class NodeRanks:
         running = self._running.get((what.rank, what.incarnation))
         if running is not None and running.watch is None:
             try:
-                running.watch = RankWatch(what)
+                running.watch = RankWatch(what, self._welcome.stall_timeout)
             except (OSError, ValueError) as error:
                 logger.info("engine core rank %d cannot be watched for stalls: %s", what.rank, error)
 

@@ -77,7 +77,7 @@ class HeadFacts:
     Attributes:
         secret: what nodes must know.
         engine, options: what runs; a node may be willing to run something else only.
-        control_address, session_token, keys, interval, patience, shutdown_timeout: as in `NodeWelcome`.
+        control_address, session_token, keys, interval, patience, shutdown_timeout, stall_timeout: as in `NodeWelcome`.
     """
 
     secret: str = field(repr=False)
@@ -89,6 +89,7 @@ class HeadFacts:
     interval: float = 1.0
     patience: float = 10.0
     shutdown_timeout: float = 10.0
+    stall_timeout: float = 60.0
 
 
 @dataclass(slots=True)
@@ -272,6 +273,7 @@ class NodeDesk:
             facts.interval,
             facts.patience,
             facts.shutdown_timeout,
+            facts.stall_timeout,
         )
 
     def _on_sign(self, sender: bytes, message: NodePing | NodeLeaves) -> None:

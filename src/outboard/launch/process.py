@@ -20,7 +20,7 @@ from outboard.errors import EngineDeadError, signal_name
 from outboard.launch.marked import kill_marked
 from outboard.launch.oom import OomWatch
 from outboard.protocol.environment import REPORT_FD
-from outboard.protocol.messages import ErrorReport
+from outboard.protocol.messages import ErrorReport, Ready
 from outboard.protocol.report import ReportPage, above_stdio
 
 __all__ = ["EngineProcess", "death_error", "describe_exit", "died"]
@@ -121,7 +121,7 @@ class EngineProcess:
         self._identity = (pid, pgid)
         self._oom.add(pid)
 
-    def watch(self, pid: int, progress_fd: int) -> None:
+    def watch(self, pid: int, ready: Ready) -> None:
         """Nothing is to be done: front ends read its progress page by themselves."""
 
     # --- how it ends ---

@@ -208,7 +208,8 @@ class EngineRank:
             self.can_reinitialize = handshake.ready.can_reinitialize
             self._deadline = None
             self.supervisor.ready()
-            self.process.watch(handshake.hello.pid if handshake.hello is not None else 0, handshake.ready.progress_fd)
+            assert self._pid is not None  # it has said HELLO
+            self.process.watch(self._pid, handshake.ready)
         elif handshake.failure is not None:
             self._deadline = min(self._deadline or now, now + _EXIT_GRACE)
         return answer

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeVar
 
 from outboard.errors import EngineDeadError, EngineStartupError
+from outboard.protocol.messages import Ready
 
 __all__ = ["NoRoom", "RankProcess", "RankStarter", "Unplaceable"]
 
@@ -52,7 +53,7 @@ class RankProcess(Protocol):
     def identify(self, pid: int, pgid: int) -> None:
         """Note what the engine core says of itself in its HELLO."""
 
-    def watch(self, pid: int, progress_fd: int) -> None:
+    def watch(self, pid: int, ready: Ready) -> None:
         """It is ready: have its progress told, where front ends cannot see it by themselves."""
 
     def terminate(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from outboard.errors import EngineDeadError
 from outboard.launch.process import death_error, died
-from outboard.protocol.messages import ErrorReport
+from outboard.protocol.messages import ErrorReport, Ready
 from outboard.protocol.nodes import RankExited, SignalRank, StartRank, WatchRank
 
 __all__ = ["RemoteProcess"]
@@ -80,9 +80,9 @@ class RemoteProcess:
         self._pid = pid
         self._started = True
 
-    def watch(self, pid: int, progress_fd: int) -> None:
+    def watch(self, pid: int, ready: Ready) -> None:
         """Have its progress told from now on."""
-        self._watch = WatchRank(self._rank, self._incarnation, pid, progress_fd)
+        self._watch = WatchRank(*self.key, pid, ready.progress_fd, ready.stack_fd, ready.stack_signal)
         self._tell(self._watch)
 
     def terminate(self) -> None:

@@ -132,7 +132,7 @@ class StallReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 def identity_of(rank: int, incarnation: int) -> bytes:
-    """An engine core's ZeroMQ identity on input sockets. Not used twice: a ROUTER ignores a second peer with one."""
+    """An engine core's ZeroMQ identity, for inputs that go by ZeroMQ: no other incarnation has it."""
     return b"engine" + struct.pack(">HI", rank, incarnation)
 
 
@@ -184,7 +184,8 @@ class EngineProgress(msgspec.Struct, array_like=True, tag="engine_progress"):
         steps, activity: as on a progress page.
         age: seconds since the last sign of life, when it was read.
         taken: messages taken from this front end.
-        process, cpu: as in `StallReport`; the share is since the last message of this kind.
+        process, cpu, stack: as in `StallReport`; the share is since the last message of this kind, the stack is there
+            once half of `FaultConfig.stall_timeout` is over.
     """
 
     rank: int
@@ -195,6 +196,7 @@ class EngineProgress(msgspec.Struct, array_like=True, tag="engine_progress"):
     taken: int
     process: str
     cpu: float
+    stack: str = ""
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):

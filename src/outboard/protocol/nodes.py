@@ -136,6 +136,7 @@ class RankProgress(msgspec.Struct, array_like=True, tag="rank_progress"):
         taken: messages taken from each front end, by its slot; those that have sent none may be missing.
         process: what the system says of the process, as in `StallReport`.
         cpu: share of a core that it has used since the last message of this kind.
+        stack: its Python stack, where it is about to count as hanging; "" where it could not give any.
     """
 
     rank: int
@@ -146,6 +147,7 @@ class RankProgress(msgspec.Struct, array_like=True, tag="rank_progress"):
     taken: dict[int, int]
     process: str
     cpu: float
+    stack: str = ""
 
 
 # --- of the head -----------------------------------------------------------------------------------------------------
@@ -162,6 +164,7 @@ class NodeWelcome(msgspec.Struct, array_like=True, tag="node_welcome"):
         interval: seconds from one ping to the next.
         patience: how long either may be silent before it is given up, seconds.
         shutdown_timeout: how long an engine core gets to end by itself, seconds.
+        stall_timeout: how long a step may take before it counts as a hang, seconds.
     """
 
     node_id: str
@@ -171,6 +174,7 @@ class NodeWelcome(msgspec.Struct, array_like=True, tag="node_welcome"):
     interval: float
     patience: float
     shutdown_timeout: float
+    stall_timeout: float
 
 
 class NodeRefused(msgspec.Struct, array_like=True, tag="node_refused"):
@@ -213,12 +217,14 @@ class SignalRank(msgspec.Struct, array_like=True, tag="signal_rank"):
 
 
 class WatchRank(msgspec.Struct, array_like=True, tag="watch_rank"):
-    """An engine core is ready: tell how it goes on. `progress_fd` is its page's descriptor in the process `pid`."""
+    """An engine core is ready: tell how it goes on. `pid` is its process, the others are as in `Ready`."""
 
     rank: int
     incarnation: int
     pid: int
     progress_fd: int
+    stack_fd: int
+    stack_signal: int
 
 
 class RankForgotten(msgspec.Struct, array_like=True, tag="rank_forgotten"):

@@ -63,6 +63,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     structured_outputs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if not self._is_usual():
+            self._check()
+
+    def _is_usual(self) -> bool:
+        """Whether all is right at a glance: an engine core makes one of these a request."""
+        max_tokens, temperature, top_p = self.max_tokens, self.temperature, self.top_p
+        return (
+            type(self.n) is int
+            and self.n >= 1
+            and (max_tokens is None or (type(max_tokens) is int and max_tokens >= 1))
+            and type(temperature) is float
+            and temperature >= 0.0
+            and type(top_p) is float
+            and 0.0 < top_p <= 1.0
+            and (self.min_tokens, self.top_k, self.min_p, self.presence_penalty, self.frequency_penalty) == _OFF
+            and self.repetition_penalty == 1.0
+            and (self.seed is None or type(self.seed) is int)
+            and self.stop is None
+            and self.stop_token_ids is None
+            and self.logprobs is None
+            and self.output_kind in _OUTPUT_KINDS
+            and self.structured_outputs is None
+        )
+
+    def _check(self) -> None:
         for name, types in _TYPES.items():
             value = getattr(self, name)
             if not isinstance(value, types):
@@ -81,7 +106,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
         _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "0 or more, or None")
         _require(
-            self.output_kind in ("cumulative", "delta", "final_only"),
+            self.output_kind in _OUTPUT_KINDS,
             "output_kind",
             self.output_kind,
             "'cumulative', 'delta' or 'final_only'",
@@ -100,6 +125,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             ids = all(isinstance(token_id, int) for token_id in self.stop_token_ids)
             _require(ids, "stop_token_ids", self.stop_token_ids, "token ids")
 
+
+# What it is to have no least length, no top-k, no min-p and no penalties.
+_OFF = (0, 0, 0.0, 0.0, 0.0)
+_OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "n": (int,),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from array import array
 from collections.abc import Sequence
 
-__all__ = ["pack_token_ids"]
+__all__ = ["pack_token_ids", "token_id_bytes"]
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> array[int]:
@@ -21,8 +22,20 @@ def pack_token_ids(token_ids: Sequence[int]) -> array[int]:
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
     packed = array("i")
-    try:
-        packed.frombytes(struct.pack(f"{len(token_ids)}i", *token_ids))
-    except struct.error:
-        return array("i", token_ids)  # says what is wrong
+    packed.frombytes(token_id_bytes(token_ids))
     return packed
+
+
+def token_id_bytes(token_ids: Sequence[int]) -> bytes:
+    """The same as bytes; raises likewise."""
+    if isinstance(token_ids, array) and token_ids.typecode == "i":
+        return token_ids.tobytes()
+    try:
+        return _packer(len(token_ids)).pack(*token_ids)
+    except struct.error:
+        return array("i", token_ids).tobytes()  # says what is wrong
+
+
+@functools.lru_cache(1024)
+def _packer(count: int) -> struct.Struct:
+    return struct.Struct(f"{count}i")

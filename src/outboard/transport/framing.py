@@ -37,11 +37,12 @@ def hello(epoch: int) -> bytes:
     return _HELLO.pack(_MAGIC, epoch)
 
 
-def head_of(frames: Sequence[Buffer]) -> bytes:
-    """What goes before the frames of a message."""
+def head_of(frames: Sequence[Buffer], prefix: bytes = b"") -> bytes:
+    """What goes before the frames of a message; with the `prefix`, if any, that becomes a part of the first."""
+    size = len(prefix) + len(frames[0])
     if len(frames) == 1:
-        return _HEAD.pack(len(frames[0]), 0)
-    return struct.pack(f"<QQ{len(frames) - 1}Q", len(frames[0]), len(frames) - 1, *map(len, frames[1:]))
+        return _HEAD.pack(size, 0) + prefix
+    return struct.pack(f"<QQ{len(frames) - 1}Q", size, len(frames) - 1, *map(len, frames[1:])) + prefix
 
 
 class Assembler:

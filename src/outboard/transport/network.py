@@ -37,13 +37,16 @@ def is_tcp(address: str) -> bool:
 def connect(socket: zmq.Socket[bytes], address: str) -> None:
     """Connects, by TCP with the keys of the socket's context. All other options of the socket are set before.
 
+    A listener that has a server key of its own has it in its address, behind a "#".
+
     Raises:
         ConfigError: the address is one of TCP, and the context has no keys.
         zmq.ZMQError: the address is none.
     """
     if is_tcp(address):
         keys = _context_of(socket, address).keys
-        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public.encode())
+        address, _, own_key = address.partition("#")
+        socket.setsockopt(zmq.CURVE_SERVERKEY, (own_key or keys.server_public).encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret.encode())
         socket.setsockopt(zmq.IPV6, int(_needs_ipv6(address)))
@@ -69,13 +72,18 @@ def bind_tcp(socket: zmq.Socket[bytes], network: NetworkConfig, port: int | None
         ConfigError: the context has no keys, or there is no such interface, address or name.
         OSError: the port, or each one of the range, is taken; or too few file descriptors are left.
     """
-    return _bind(socket, network, port, 0.0)[0]
+    secret = _context_of(socket, network.listen).keys.server_secret
+    if not secret:
+        raise ConfigError(f"to listen at {network.listen!r} needs the session's server key, which this process has not")
+    return _bind(socket, network, secret.encode(), port, 0.0)[0]
 
 
 def bind_tcp_for_one(socket: zmq.Socket[bytes], network: NetworkConfig, within: float) -> tuple[str, int]:
     """As `bind_tcp`, for the connection of a single peer.
 
     A message that is lost with a connection is not sent again, so a peer that comes back is as bad as one that is gone.
+    The socket has a server key of its own, which is a part of its address: peers of an earlier socket, which may come
+    back to the same port at any time, are strangers.
 
     Args:
         socket, network: as of `bind_tcp`.
@@ -85,7 +93,9 @@ def bind_tcp_for_one(socket: zmq.Socket[bytes], network: NetworkConfig, within: 
         The address, and the end of a pipe, which the caller must close. It becomes readable when the connection has
         ended or did not come, and then holds what is wrong, or nothing.
     """
-    return _bind(socket, network, None, within)
+    public, secret = zmq.curve_keypair()
+    address, lost = _bind(socket, network, secret, None, within)
+    return f"{address}#{public.decode()}", lost
 
 
 def local_address(network: NetworkConfig) -> str:
@@ -119,16 +129,13 @@ def local_address(network: NetworkConfig) -> str:
 
 
 def _bind(
-    socket: zmq.Socket[bytes], network: NetworkConfig, port: int | None, one_peer_within: float
+    socket: zmq.Socket[bytes], network: NetworkConfig, secret: bytes, port: int | None, one_peer_within: float
 ) -> tuple[str, int]:
+    guard = _context_of(socket, network.listen).guard()  # before anybody can come
     host = local_address(network)
     advertised = (network.advertise or host).strip("[]")
-    context = _context_of(socket, network.listen)
-    if not context.keys.server_secret:
-        raise ConfigError(f"to listen at {network.listen!r} needs the session's server key, which this process has not")
-    guard = context.guard()  # before anybody can come
     socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, context.keys.server_secret.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # with nobody to ask, nobody is let in
     socket.setsockopt(zmq.IPV6, int(":" in host))

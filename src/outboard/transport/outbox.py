@@ -2,81 +2,55 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import zmq
-from zmq.backend import Socket as SocketBase
-
 from outboard.protocol.tensors import Buffer
-from outboard.transport.sockets import ZmqSocket
+from outboard.transport.inputs import InputSender
 
 __all__ = ["Outbox"]
 
-# Plain ints: arithmetic on ZeroMQ's enums costs 1 us.
-_MORE = int(zmq.SNDMORE)
-_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-
-_FIRST_RETRY = 0.001
-_LAST_RETRY = 0.020
-
 
 class Outbox:
-    """Sends over a ROUTER, or holds what it does not take.
-
-    At its high-water mark a ROUTER refuses with EAGAIN, and its POLLOUT tells nothing of one peer; so what was refused
-    is retried on a timer of 1 to 20 ms, and one stopped engine core delays no other.
+    """Sends, or holds what is not taken; so one stopped engine core delays no other.
 
     Args:
-        socket: a bound ROUTER.
-        identity: the peer's.
-        call_later: calls a function after a delay in seconds, in this thread.
+        sender: to the engine core.
         give_back: told of the body of each message that is not going to be sent, for the shared memory it refers to.
 
     Attributes:
-        tracked: (tracker, frames) of messages with frames that ZeroMQ did not copy, oldest first.
-        unreachable: whether ZeroMQ has no connection to the peer.
-        sent: messages that ZeroMQ took.
+        sent: messages that were taken.
     """
 
-    def __init__(
-        self,
-        socket: ZmqSocket,
-        identity: bytes,
-        call_later: Callable[[float, Callable[[], None]], object],
-        give_back: Callable[[Buffer], None] = lambda body: None,
-    ) -> None:
-        self._socket = socket
-        # Past pyzmq's wrapper, which only adds arguments of other socket types.
-        self._send = functools.partial(SocketBase.send, socket)
-        self._identity = identity
-        self._call_later = call_later
+    def __init__(self, sender: InputSender, give_back: Callable[[Buffer], None] = lambda body: None) -> None:
+        self._sender = sender
+        self._send = sender.send
         self._give_back = give_back
         self._held: deque[tuple[int | None, Sequence[Buffer]]] = deque()
-        self._delay = 0.0  # 0: no retry is due
-        self.tracked: deque[tuple[zmq.MessageTracker, Sequence[Buffer]]] = deque()
-        self.unreachable = False
         self.sent = 0
 
     def __len__(self) -> int:
-        """Messages held here because ZeroMQ did not take them."""
+        """Messages held here because they were not taken."""
         return len(self._held)
+
+    @property
+    def in_use(self) -> list[tuple[object, Sequence[Buffer]]]:
+        """(tracker, frames) of messages whose buffers are still in use: sent or held; see `InputSender.tracked`."""
+        return [*self._sender.tracked, *((None, frames) for _, frames in self._held)]
 
     def send(self, frames: Sequence[Buffer], key: int | None = None) -> None:
         """Sends a message (type byte, body, auxiliary frames), or holds it behind those held already.
 
         Args:
-            frames: auxiliary frames are not copied: they must not change before their tracker is done.
+            frames: auxiliary frames are not copied: they must not change before they have left.
             key: names the message for `take_back`.
         """
-        if self._socket.closed:
-            return  # as to a peer that is gone
-        if self.tracked:
-            self.free_sent()
-        if self._held or not self._try_send(frames):
-            self._held.append((key, frames))
-            self._schedule()
+        if not self._held and self._send(frames):
+            self.sent += 1
+            return
+        self._held.append((key, frames))
+        if len(self._held) == 1:
+            self._sender.call_when_writable(self._retry)
 
     def take_back(self, key: int) -> bool:
         """Removes a message that is still held here; False if it has been sent."""
@@ -87,52 +61,14 @@ class Outbox:
                 return True
         return False
 
-    def free_sent(self) -> None:
-        """Lets go of buffers that ZeroMQ has let go of."""
-        tracked = self.tracked
-        while tracked and tracked[0][0].done:
-            tracked.popleft()
-
     def clear(self) -> None:
         """Forgets what is held; the peer is gone."""
         self._held.clear()
-        self.tracked.clear()
-
-    def _schedule(self) -> None:
-        if not self._delay:
-            self._delay = _FIRST_RETRY
-            self._call_later(self._delay, self._retry)
 
     def _retry(self) -> None:
-        while self._held and not self._socket.closed and self._try_send(self._held[0][1]):
+        while self._held:
+            if not self._send(self._held[0][1]):
+                self._sender.call_when_writable(self._retry)
+                return
             self._held.popleft()
-            self._delay = _FIRST_RETRY / 2
-        if self._held and not self._socket.closed:
-            self._delay = min(self._delay * 2, _LAST_RETRY)
-            self._call_later(self._delay, self._retry)
-        else:
-            self._delay = 0.0
-
-    def _try_send(self, frames: Sequence[Buffer]) -> bool:
-        socket, send = self._socket, self._send
-        try:
-            send(self._identity, _NOBLOCK_MORE)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self.unreachable = True
-            return False
-        self.unreachable = False
-        self.sent += 1
-        # The identity reserved the place of all frames: the rest cannot be refused.
-        send(frames[0], _MORE)
-        if len(frames) == 2:  # type and body: most messages have no more
-            send(frames[1])
-            return True
-        send(frames[1], _MORE)
-        trackers = [socket.send(frame, _MORE, copy=False, track=True) for frame in frames[2:-1]]
-        trackers.append(socket.send(frames[-1], copy=False, track=True))
-        self.tracked.append((zmq.MessageTracker(*trackers), frames))
-        return True
+            self.sent += 1

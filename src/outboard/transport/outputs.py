@@ -14,7 +14,8 @@ from outboard.transport.poller import SocketPoller
 from outboard.transport.reader import Loop, OnMessage, SocketReader
 from outboard.transport.session import front_end_socket
 from outboard.transport.sockets import ZmqContext, ZmqSender, bind_output, remove_socket_file
-from outboard.transport.unix import SCHEME, UnixReader, UnixSender
+from outboard.transport.unix import SCHEME
+from outboard.transport.unix_outputs import UnixReader, UnixSender
 
 __all__ = ["OutputReader", "OutputSender", "ZmqReader", "connect_outputs", "listen_for_outputs"]
 
@@ -100,7 +101,7 @@ def listen_for_outputs(
         OSError: the path cannot be used, or no file descriptor is left.
     """
     path = front_end_socket(directory, "out")
-    if config.outputs == "zmq":
+    if config.sockets == "zmq":
         return ZmqReader(context, path, config, on_message)
     return UnixReader(path, epoch, config.max_message_bytes, on_message, on_end, on_stranger)
 

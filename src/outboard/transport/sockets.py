@@ -18,7 +18,6 @@ import math
 import os
 import resource
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
@@ -35,11 +34,9 @@ __all__ = [
     "ContextTerminated",
     "ControlClient",
     "ControlServer",
-    "InputReceiver",
     "ZmqContext",
     "ZmqSender",
     "ZmqSocket",
-    "bind_input",
     "bind_output",
     "check_descriptors",
     "closed_on_error",
@@ -48,7 +45,6 @@ __all__ = [
     "make_socket",
     "os_errors",
     "remove_socket_file",
-    "wait_for_peers",
     "wait_readable",
 ]
 
@@ -123,16 +119,6 @@ def check_descriptors(needed: int, who: str) -> None:
 
 
 @os_errors()
-def bind_input(context: ZmqContext, address: str, config: TransportConfig) -> ZmqSocket:
-    """A client's ROUTER, which addresses engine cores by identity."""
-    socket = make_socket(context, zmq.ROUTER, config)
-    # Without it a ROUTER drops silently what it cannot route, and what exceeds its high-water mark.
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.bind(address)
-    return socket
-
-
-@os_errors()
 def bind_output(context: ZmqContext, address: str, config: TransportConfig) -> ZmqSocket:
     """A client's PULL."""
     socket = make_socket(context, zmq.PULL, config)
@@ -151,50 +137,6 @@ def connect_control(context: ZmqContext, address: str) -> ZmqSocket:
     with closed_on_error(socket):
         connect(socket, address)
     return socket
-
-
-class InputReceiver:
-    """An engine core's DEALER. Belongs to the input thread.
-
-    Attributes:
-        fd: for `SocketPoller`.
-
-    Raises:
-        OSError: the address or the identity is none, or too few file descriptors are left.
-    """
-
-    @os_errors()
-    def __init__(self, context: ZmqContext, address: str, identity: bytes, config: TransportConfig) -> None:
-        self._socket = make_socket(context, zmq.DEALER, config)
-        with closed_on_error(self._socket):
-            self._socket.setsockopt(zmq.IDENTITY, identity)
-            connect(self._socket, address)
-            # A ROUTER can address a peer only once it knows its identity: the client waits for this before it is ready.
-            self._socket.send(b"")
-        self.fd = int(self._socket.getsockopt(zmq.FD))
-
-    def receive(self) -> list[Buffer] | None:
-        """The frames of the next message; None if there is none.
-
-        Raises:
-            ContextTerminated: it is time to close.
-        """
-        frames: list[Buffer] = []
-        try:
-            while True:  # `recv_multipart` would ask the socket for what each frame knows: whether there are more
-                frame = SocketBase.recv(self._socket, _NOBLOCK, copy=False)
-                frames.append(frame.buffer)
-                if not frame.more:
-                    return frames
-        except zmq.Again:
-            return None
-
-    def pending(self) -> bool:
-        """Whether there is another; cheaper than to try to receive it in vain."""
-        return bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
 
 
 class ZmqSender:
@@ -378,15 +320,6 @@ def wait_readable(socket: ZmqSocket, fds: Sequence[int], timeout: float | None, 
     # Rounded up: poll() counts in milliseconds, and 0 would not wait at all.
     milliseconds = None if timeout is None else max(0, math.ceil(timeout * 1000))
     return {ready for ready, _ in poller.poll(milliseconds) if isinstance(ready, int)}
-
-
-def wait_for_peers(socket: ZmqSocket, identities: set[bytes], timeout: float) -> set[bytes]:
-    """Waits until these identities have connected to a client's input socket; those that have not in `timeout` s."""
-    missing = set(identities)
-    deadline = time.monotonic() + timeout
-    while missing and socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-        missing.discard(socket.recv_multipart()[0])
-    return missing
 
 
 def make_socket(context: ZmqContext, kind: int, config: TransportConfig) -> ZmqSocket:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import zmq
 
 from outboard.transport.network import connect, is_tcp
-from outboard.transport.sockets import ZmqContext, wait_readable
+from outboard.transport.sockets import ZmqContext, closed_on_error, os_errors, wait_readable
 
 __all__ = ["Spoke"]
 
@@ -35,18 +35,17 @@ class Spoke:
     """
 
     def __init__(self, context: ZmqContext, address: str, *, linger_ms: int = 0) -> None:
-        try:
+        with os_errors():
             self.socket = context.socket(zmq.DEALER)
-            self.socket.setsockopt(zmq.LINGER, linger_ms)
-            self.socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-            self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-            self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-            self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            if is_tcp(address):  # the hub is to know it again when its connection is a new one
-                self.socket.setsockopt(zmq.IDENTITY, b"s" + secrets.token_bytes(16))
-            connect(self.socket, address)
-        except zmq.ZMQError as error:
-            raise OSError(error.errno, f"ZeroMQ: {error.strerror}") from error
+            with closed_on_error(self.socket):
+                self.socket.setsockopt(zmq.LINGER, linger_ms)
+                self.socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+                self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+                self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+                self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+                if is_tcp(address):  # the hub is to know it again when its connection is a new one
+                    self.socket.setsockopt(zmq.IDENTITY, b"s" + secrets.token_bytes(16))
+                connect(self.socket, address)
         self.fd = int(self.socket.getsockopt(zmq.FD))
 
     def send(self, body: bytes) -> bool:

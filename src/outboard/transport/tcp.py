@@ -16,8 +16,9 @@ from outboard.config import NetworkConfig, TransportConfig
 from outboard.transport.network import bind_tcp_for_one
 from outboard.transport.reader import Loop, OnMessage, SocketReader
 from outboard.transport.sockets import ZmqContext, ZmqSocket, check_descriptors, closed_on_error, make_socket, os_errors
+from outboard.transport.zmq_inputs import ZmqInputSender
 
-__all__ = ["TcpInput", "TcpReader", "bind_input_tcp", "listen_tcp"]
+__all__ = ["TcpInput", "TcpInputSender", "TcpReader", "bind_input_tcp", "listen_by_tcp", "listen_tcp"]
 
 # Seconds that an engine core has to connect from the moment on when the client listens. It does so as soon as it is
 # asked, so this only ends where its packets do not come through.
@@ -169,3 +170,41 @@ def _listen(
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         return socket, *bind_tcp_for_one(socket, network, within)
+
+
+class TcpInputSender(ZmqInputSender):
+    """An `InputSender`. `TcpReader` has the watch over its connection.
+
+    Args:
+        inputs: where to send; becomes the sender's own.
+        identity: the engine core's.
+        call_later: calls a function after a delay in seconds, in this thread.
+    """
+
+    def __init__(
+        self, inputs: TcpInput, identity: bytes, call_later: Callable[[float, Callable[[], None]], object]
+    ) -> None:
+        super().__init__(inputs.socket, inputs.address, identity, call_later)
+        self._inputs = inputs
+
+    def close(self) -> None:
+        self._inputs.close()
+
+
+def listen_by_tcp(
+    context: ZmqContext,
+    network: NetworkConfig,
+    config: TransportConfig,
+    identity: bytes,
+    call_later: Callable[[float, Callable[[], None]], object],
+    on_message: OnMessage,
+    on_end: Callable[[str], None],
+) -> tuple[TcpInputSender, TcpReader]:
+    """A client's ends of both directions to an engine core on another machine; arguments and errors as above."""
+    inputs = bind_input_tcp(context, network, config)
+    try:
+        reader = listen_tcp(context, network, config, on_message, on_end, inputs)
+    except BaseException:
+        inputs.close()
+        raise
+    return TcpInputSender(inputs, identity, call_later), reader
