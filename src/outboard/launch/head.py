@@ -8,7 +8,8 @@ import time
 import msgspec
 
 from outboard.config import EngineConfig, NetworkConfig, RayPlacement
-from outboard.launch.nodes import HeadFacts, NodeDesk
+from outboard.launch.admission import HeadFacts
+from outboard.launch.nodes import NodeDesk
 from outboard.launch.placement import LocalStarter, PlacedStarter, Placement
 from outboard.launch.rank_process import RankStarter
 from outboard.launch.ray_cluster import RayCluster

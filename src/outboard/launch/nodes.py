@@ -6,9 +6,7 @@ thread, no waiting; its launcher calls it.
 
 from __future__ import annotations
 
-import hmac
 import logging
-import platform
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,13 +14,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from outboard._version import __version__
 from outboard.errors import ProtocolError
+from outboard.launch.admission import HeadFacts, refusal_of
 from outboard.launch.placement import Room
 from outboard.launch.remote import RemoteProcess
 from outboard.launch.silence import Silence
 from outboard.protocol.codec import MsgpackDecoder
-from outboard.protocol.messages import PROTOCOL_VERSION
 from outboard.protocol.nodes import (
     FromNode,
     HeadLeaves,
@@ -36,15 +33,11 @@ from outboard.protocol.nodes import (
     RankForgotten,
     RankProgress,
     RankStarted,
-    proof_of,
 )
 
-__all__ = ["HeadFacts", "NodeChannel", "NodeDesk"]
+__all__ = ["NodeChannel", "NodeDesk"]
 
 logger = logging.getLogger("outboard.launch")
-
-_LONGEST_NAME = 64
-_MOST_RANKS = 256
 
 
 class NodeChannel(Protocol):
@@ -68,28 +61,6 @@ class NodeChannel(Protocol):
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes; what has not left may take so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadFacts:
-    """What the head is, and what it tells nodes.
-
-    Attributes:
-        secret: what nodes must know.
-        engine, options: what runs; a node may be willing to run something else only.
-        control_address, session_token, keys, interval, patience, shutdown_timeout, stall_timeout: as in `NodeWelcome`.
-    """
-
-    secret: str = field(repr=False)
-    engine: str
-    options: Mapping[str, Any]
-    control_address: str
-    session_token: str
-    keys: str = ""
-    interval: float = 1.0
-    patience: float = 10.0
-    shutdown_timeout: float = 10.0
-    stall_timeout: float = 60.0
 
 
 @dataclass(slots=True)
@@ -216,7 +187,7 @@ class NodeDesk:
     def _on_hello(self, sender: bytes, hello: NodeHello, now: float) -> None:
         known = self._nodes.get(hello.node_id)
         if known is None:
-            refusal = self._refusal(hello)
+            refusal = refusal_of(hello, self._facts)
             if refusal:
                 self._drop("refused", refusal)
                 self._send(sender, NodeRefused(hello.node_id, refusal, True))
@@ -232,31 +203,6 @@ class NodeDesk:
         known.peer = sender
         known.silence.heard()
         self._tell(known, self._welcome(hello.node_id))
-
-    def _refusal(self, hello: NodeHello) -> str:
-        """Why this node cannot join; "": it can."""
-        facts = self._facts
-        if not hmac.compare_digest(hello.proof, proof_of(facts.secret, hello.node_id)):
-            return "its token is not this head's: both must have the same token file"
-        if (hello.protocol_version, hello.outboard_version) != (PROTOCOL_VERSION, __version__):
-            return (
-                f"it has outboard {hello.outboard_version} (protocol version {hello.protocol_version}), the head has "
-                f"{__version__} ({PROTOCOL_VERSION}): both must have the same"
-            )
-        if _minor(hello.python_version) != _minor(platform.python_version()):
-            return f"it has Python {hello.python_version}, the head has {platform.python_version()}"
-        if not (1 <= hello.ranks <= _MOST_RANKS):
-            return f"it has room for {hello.ranks} ranks; there must be 1 to {_MOST_RANKS}"
-        if not hello.node_id or not hello.name.isprintable() or not 0 < len(hello.name) <= _LONGEST_NAME:
-            return f"its name must be 1 to {_LONGEST_NAME} printable characters, not {hello.name[:100]!r}"
-        if hello.engine and hello.engine != facts.engine:
-            return f"it is willing to run {hello.engine} only, the head runs {facts.engine}"
-        for name, theirs in hello.options.items():
-            if name not in facts.options:
-                return f"it is willing to run with {name}={theirs} only, the head does not set {name}"
-            if not _same(theirs, facts.options[name]):
-                return f"it is willing to run with {name}={theirs} only, the head has {name}={facts.options[name]}"
-        return ""
 
     def _name(self, hello: NodeHello) -> str:
         """What to call it: its name, and where another one has that, part of its id."""
@@ -329,12 +275,3 @@ class NodeDesk:
         if not self.dropped[reason]:
             logger.warning("dropped a message on the node channel (%s): %s; more are only counted", reason, detail)
         self.dropped[reason] += 1
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def _same(stated: Any, actual: Any) -> bool:
-    """Whether two values of an option are the same; on a command line all are text."""
-    return bool(stated == actual) or str(stated).lower() == str(actual).lower()

@@ -33,6 +33,8 @@ class EngineReport(msgspec.Struct, kw_only=True):
         stalls: how often it was thought to hang.
         paused, sleeping: whether it is.
         failure: how its last incarnation ended, or why it is thought to hang; "": it did not, and is not.
+        node: name of the node where it runs; "": on this host, or it does not run.
+        waits: why there is no room to start it; "": it does not wait for that.
     """
 
     rank: int
@@ -49,6 +51,8 @@ class EngineReport(msgspec.Struct, kw_only=True):
     paused: bool = False
     sleeping: bool = False
     failure: str = ""
+    node: str = ""
+    waits: str = ""
 
     @property
     def all_waiting(self) -> int:

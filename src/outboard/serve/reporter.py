@@ -121,6 +121,8 @@ class Reporter:
             paused=stats.get("paused", False),
             sleeping=stats.get("sleeping", False),
             failure=failure,
+            node=status.node,
+            waits=status.waits,
         )
 
     def _count_steps(self, rank: int, incarnation: int, steps: int) -> int:
