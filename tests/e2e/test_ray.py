@@ -272,6 +272,18 @@ def test_a_start_without_room_is_refused(ray: Ray) -> None:
         launch_engines(mock(SEATS * 3 + 1, timeout=1.0))
 
 
+def test_a_start_that_is_given_up_while_it_waits_for_room(ray: Ray, run: Run) -> None:
+    async def main() -> None:
+        launch = asyncio.create_task(DPLBAsyncMPClient.launch(mock(SEATS * 3 + 1, timeout=60.0)))
+        await until_async(lambda: len(ray.groups()) == SEATS * 3 + 1)
+        launch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await launch
+        await until_async(lambda: not ray.groups())
+
+    run(main())
+
+
 def test_a_machine_without_outboard_is_told(ray: Ray, tmp_path: Path) -> None:
     (tmp_path / "there" / "outboard").mkdir(parents=True)
     (tmp_path / "there" / "outboard" / "__init__.py").touch()  # another one, in front of ours
@@ -327,6 +339,26 @@ def test_a_machine_that_is_to_be_taken_away_is_left_in_time(ray: Ray) -> None:
     ray.remove(victim.node, graceful=True)
 
 
+@pytest.mark.openvino
+def test_two_ranks_of_a_language_model(ray: Ray) -> None:
+    pytest.importorskip("openvino_genai")
+
+    async def main() -> None:
+        config = msgspec.structs.replace(mock(2), engine="openvino", options={})
+        async with AsyncLLM(config) as llm:
+            assert len({group["bundles_to_node_id"][0] for group in ray.groups()}) == 2
+
+            async def one(index: int) -> tuple[int, int]:
+                params = SamplingParams(max_tokens=4 + index % 5, temperature=0.0, ignore_eos=True)
+                last = [output async for output in llm.generate(f"{index} is a number, and", params)][-1]
+                assert last.finished
+                return len(last.outputs[0].token_ids), params.max_tokens or 0
+
+            assert all(got == wanted for got, wanted in await asyncio.gather(*map(one, range(12))))
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
 HEAD = """
 import sys, time
 import ray
@@ -357,16 +389,22 @@ def test_a_head_that_is_killed_leaves_nothing(ray: Ray) -> None:
 
 
 EMBEDDED = """
-import sys
+import os, signal, sys
 import psutil
 from outboard import EngineConfig, ParallelConfig, RayPlacement, launch_engines
 
-placement = RayPlacement(address="local", bundles=[{"CPU": 0.5}])
+placement = RayPlacement(address="local", bundles=[{"CPU": 0.25}])
 config = EngineConfig(engine="mock", parallel=ParallelConfig(backend="ray", placement=placement))
+seen = []
+signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
 with launch_engines(config) as group:
-    print(group.engines[0].state.name, group.join_address)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert seen  # Ray has not taken it
     ray = sys.modules["ray"]
-    assert ray.is_initialized()
+    with launch_engines(config):
+        pass
+    assert ray.is_initialized()  # another group needs it
+    print(group.engines[0].state.name, group.join_address)
 assert not ray.is_initialized()
 psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)
 print(len(psutil.Process().children(recursive=True)))
@@ -376,5 +414,6 @@ print(len(psutil.Process().children(recursive=True)))
 def test_a_cluster_of_its_own_ends_with_it(ray: Ray) -> None:
     done = subprocess.run([sys.executable, "-c", EMBEDDED], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    assert "SIGTERM received" not in done.stderr
     lines = done.stdout.splitlines()
     assert lines[-2].startswith("READY tcp://127.0.0.1:") and lines[-1] == "0", done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -110,6 +111,7 @@ class RayPlaces:
         self._placement = placement
         self._arguments = (head, secret)
         self._lone_for = lone_for
+        self._mark = secrets.token_hex(4)  # names of placement groups must not be used twice
         self._groups: dict[int, _Group] = {}
         self._lost_on: dict[str, float] = {}  # node id -> when
         self._drains_at = 0.0
@@ -219,7 +221,7 @@ class RayPlaces:
             group = self._groups_api.placement_group(
                 placement.bundles,
                 strategy="STRICT_PACK",
-                name=f"outboard-{os.getpid()}-{number}",
+                name=f"outboard-{self._mark}-{number}",
                 _soft_target_node_id=target,
                 bundle_label_selector=selectors,
             )
