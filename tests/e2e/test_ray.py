@@ -390,6 +390,7 @@ def test_a_head_that_is_killed_leaves_nothing(ray: Ray) -> None:
 
 EMBEDDED = """
 import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
 import psutil
 from outboard import EngineConfig, ParallelConfig, RayPlacement, launch_engines
 
@@ -397,7 +398,7 @@ placement = RayPlacement(address="local", bundles=[{"CPU": 0.25}])
 config = EngineConfig(engine="mock", parallel=ParallelConfig(backend="ray", placement=placement))
 seen = []
 signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
-with launch_engines(config) as group:
+with ThreadPoolExecutor() as pool, pool.submit(launch_engines, config).result() as group:
     os.kill(os.getpid(), signal.SIGTERM)
     assert seen  # Ray has not taken it
     ray = sys.modules["ray"]

@@ -36,7 +36,7 @@ def choose_node(
 ) -> str | None:
     """The node to ask Ray for, which takes another one if it must; None: any.
 
-    Left alone Ray packs what belongs to different placement groups.
+    Ray itself only looks at how much of each node is taken, by whomever, and not at what has just been lost there.
 
     Args:
         placement: what a rank takes.
