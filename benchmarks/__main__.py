@@ -18,6 +18,7 @@ NAMES = (
     "elastic",
     "failover",
     "growth",
+    "open_streams",
     "startup",
     "idle",
     "network",

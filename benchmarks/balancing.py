@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
-import sys
 import timeit
 from math import inf
 from random import Random
 from typing import Any
 
 from benchmarks.measure import show, write_json
+from benchmarks.plots import add_outputs
 from outboard.dp.balancing import POLICIES, make_policy
 from outboard.dp.load import LoadTable
 from outboard.dp.simulation import Arrival, News, Result, make_arrivals, make_burst, simulate, simulate_ideal
@@ -121,11 +120,8 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=0, help="requests at once in the middle")
     parser.add_argument("--prefixes", action="store_true", help="prompts that share 200 beginnings")
     parser.add_argument("--seed", type=int, default=5)
-    parser.add_argument("--plot", metavar="FILE", help="draw queue lengths over time; .svg or .png, by matplotlib")
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    add_outputs(parser)
     args = parser.parse_args()
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        sys.exit("--plot needs matplotlib: pip install 'outboard[plots]'")
     measured: dict[str, Any] = {}
     for clients in args.clients:
         rows, shown = measure(args, clients)

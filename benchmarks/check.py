@@ -3,7 +3,7 @@
 Only ratios that do not depend on the machine count, and their floors leave room for a busy one: what they catch is a
 change that makes a path several times as dear. The figures themselves are the other benchmarks' to print.
 
-    python -m benchmarks.check [--quick]
+    python -m benchmarks.check [--quick] [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable
 
 from benchmarks import serve, stream
-from benchmarks.measure import show
+from benchmarks.measure import show, write_json
+from benchmarks.plots import add_outputs, bars
 
 QUICK = (256, 200, 1)  # streams, steps, repetitions
 WHOLE = (256, 400, 3)
@@ -54,17 +55,25 @@ CHECKS: list[tuple[str, float, Callable[[tuple[int, int, int]], float]]] = [
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.check", description="Floors under what was won.")
     parser.add_argument("--quick", action="store_true", help="smaller and once; for every change")
+    add_outputs(parser)
     args = parser.parse_args()
     size = QUICK if args.quick else WHOLE
     rows, missed = [], []
+    values: dict[str, float] = {}
     for name, floor, ratio in CHECKS:
         value = ratio(size)
         if value < floor:  # a busy machine may have hit the one and not the other
             value = max(value, ratio(size))
+        values[name] = value
         rows.append([name, f"{value:.1f}", f"{floor:g}", "ok" if value >= floor else "MISSED"])
         if value < floor:
             missed.append(name)
     show("Times less than the plain design takes", ["path", "here", "at least", ""], rows)
+    floors = {name: floor for name, floor, _ in CHECKS}
+    if args.plot:
+        bars(args.plot, {"times less than the plain design; line: floor": {k: [v] for k, v in values.items()}}, floors)
+    if args.json:
+        write_json(args.json, {name: {"ratio": value, "floor": floors[name]} for name, value in values.items()})
     if missed:
         sys.exit(f"below the floor: {', '.join(missed)}")
 

@@ -1,10 +1,11 @@
-"""One front end over 1, 2, 4, 8 ranks with as many streams each: what a token costs must not grow with their number.
+"""One front end over 1 to 16 ranks with as many streams each: what a token costs must not grow with their number.
 
 Each rank is a `mock` that takes a step every 20 ms, one token for each of its streams. Once every stream has had a
 token, tokens and the client's CPU time are counted for some seconds. The numbers of ranks take turns, so that whatever
 else the machine does meets them alike.
 
-    python -m benchmarks.data_parallel [--ranks 1 2 4 8] [--streams 64] [--seconds 3] [--reps 5] [--json FILE]
+    python -m benchmarks.data_parallel [--ranks 1 2 4 8 16] [--streams 64] [--seconds 3] [--reps 5]
+                                       [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import msgspec
 
 from benchmarks.measure import show, spread, write_json
+from benchmarks.plots import add_outputs, lines
 from benchmarks.stream import PROMPT, loop_factory
 from outboard import AsyncLLM, EngineConfig, ParallelConfig, SamplingParams
 
@@ -101,12 +103,12 @@ def report(samples: list[Sample], streams: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description="Several ranks, no model.")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--streams", type=int, default=64, help="on each rank")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--loop", choices=("default", "uvloop", "both"), default="default")
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    add_outputs(parser)
     args = parser.parse_args()
     loops = ("default", "uvloop") if args.loop == "both" else (args.loop,)
     samples = [
@@ -116,6 +118,15 @@ def main() -> None:
         for ranks in args.ranks
     ]
     report(samples, args.streams)
+    if args.plot:
+        found = {
+            loop: {
+                ranks: [one.client_ns_per_token for one in samples if (one.loop, one.ranks) == (loop, ranks)]
+                for ranks in args.ranks
+            }
+            for loop in loops
+        }
+        lines(args.plot, {"ranks": ("client CPU, ns a token", found)})
     if args.json:
         write_json(args.json, msgspec.to_builtins(samples))
 

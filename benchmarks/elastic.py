@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import importlib.util
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.measure import show, spread, write_json
+from benchmarks.plots import add_outputs
 from outboard import AsyncLLM, EngineConfig, ParallelConfig, SamplingParams
 
 STEADY = 16
@@ -189,11 +189,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32, help="requests that a rank works on at once; above 16")
     parser.add_argument("--reps", type=int, default=3, help="pairs of runs; figures are medians")
     parser.add_argument("--step-ms", type=float, default=5.0)
-    parser.add_argument("--plot", metavar="FILE", help="draw requests and ranks over time; .svg or .png, by matplotlib")
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    add_outputs(parser)
     args = parser.parse_args()
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        sys.exit("--plot needs matplotlib: pip install 'outboard[plots]'")
     controls, scaled = [], []
     for _ in range(args.reps):
         controls.append(asyncio.run(measure(args, scale=False)))

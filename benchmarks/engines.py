@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from outboard.engine.core import OutputBatch, utility
+from outboard.engine.core import EngineCore, OutputBatch, Tokenizer, utility
+from outboard.engines.byte_tokenizer import ByteTokenizer
 from outboard.engines.mock import MockEngine
 from outboard.protocol.messages import EngineCoreRequest
 
-__all__ = ["GatedMock"]
+__all__ = ["GatedMock", "OneToken"]
 
 
 class GatedMock(MockEngine):
@@ -80,3 +82,29 @@ class GatedMock(MockEngine):
             "added": self._total,
             "running": running,
         }
+
+
+class OneToken(EngineCore):
+    """Gives each request one token, and then says nothing more: its stream stays open until it is aborted."""
+
+    def __init__(self) -> None:
+        self._new: dict[str, None] = {}
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._new[request.request_id] = None
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._new.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        return bool(self._new)
+
+    def step(self, outputs: OutputBatch) -> None:
+        for request_id in self._new:
+            outputs.add(request_id, (97,))
+        self._new.clear()
+
+    @classmethod
+    def tokenizer(cls, options: dict[str, Any]) -> Tokenizer:
+        return ByteTokenizer()

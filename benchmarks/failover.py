@@ -4,7 +4,8 @@ So many streams and utility calls wait on one engine; then it gets SIGKILL. What
 the last of them that has its error, and to the first. With a restart policy, the time until a new request has its first
 token, too, beside the time that the same engine needs to start.
 
-    python -m benchmarks.failover [--streams 256] [--calls 64] [--reps 5] [--json FILE]
+    python -m benchmarks.failover [--streams 256] [--calls 64] [--reps 5] [--plot FILE.svg|png]
+                                  [--json FILE]
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import msgspec
 
 from benchmarks.measure import show, spread, write_json
+from benchmarks.plots import add_outputs, bars
 from benchmarks.stream import engine_pid
 from outboard import AsyncLLM, EngineConfig, EngineDeadError, FaultConfig, RestartPolicy, SamplingParams
 from outboard.errors import OutboardError
@@ -81,17 +83,20 @@ async def measure(streams: int, calls: int) -> Sample:
     return Sample((min(told) - killed) * 1e3, (max(told) - killed) * 1e3, started * 1e3, served * 1e3)
 
 
+def by_title(samples: list[Sample]) -> dict[str, list[float]]:
+    """All figures."""
+    titles = {
+        "signal to the first that is told": "first_ms",
+        "signal to the last that is told": "last_ms",
+        "signal to the first token of a new request": "served_ms",
+        "start of the same engine, beside it": "start_ms",
+    }
+    return {title: [getattr(one, field) for one in samples] for title, field in titles.items()}
+
+
 def report(samples: list[Sample], streams: int, calls: int) -> None:
     """Prints the table."""
-    rows = [
-        [title, spread([getattr(one, field) for one in samples]).text(1)]
-        for title, field in (
-            ("signal to the first that is told", "first_ms"),
-            ("signal to the last that is told", "last_ms"),
-            ("signal to the first token of a new request", "served_ms"),
-            ("start of the same engine, beside it", "start_ms"),
-        )
-    ]
+    rows = [[title, spread(values).text(1)] for title, values in by_title(samples).items()]
     title = f"SIGKILL under {streams} streams and {calls} calls, median (least - most) of {len(samples)}"
     show(title, ["time", "ms"], rows)
 
@@ -101,10 +106,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--calls", type=int, default=64)
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    add_outputs(parser)
     args = parser.parse_args()
     samples = [asyncio.run(asyncio.wait_for(measure(args.streams, args.calls), BOUND)) for _ in range(args.reps)]
     report(samples, args.streams, args.calls)
+    if args.plot:
+        bars(args.plot, {"ms": by_title(samples)})
     if args.json:
         write_json(args.json, msgspec.to_builtins(samples))
 

@@ -1,6 +1,6 @@
 """What an idle engine costs: CPU share of the client, the engine core and whatever else was started.
 
-python -m benchmarks.idle [--seconds 10] [--json FILE]
+python -m benchmarks.idle [--seconds 10] [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 
 from benchmarks.measure import cpu_ns, descendants, show, write_json
+from benchmarks.plots import add_outputs, bars
 from benchmarks.stream import engine_pid
 from outboard import AsyncLLM, EngineConfig, SamplingParams
 
@@ -33,11 +34,13 @@ async def measure(seconds: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description="CPU use with nothing to do.")
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    add_outputs(parser)
     args = parser.parse_args()
     shares = asyncio.run(measure(args.seconds))
     rows = [[name, f"{share * 100:.3f}"] for name, share in shares.items()]
     show(f"Idle for {args.seconds:g} s", ["process", "% of a core"], rows)
+    if args.plot:
+        bars(args.plot, {"% of a core": {name: [share * 100] for name, share in shares.items()}})
     if args.json:
         write_json(args.json, shares)
 

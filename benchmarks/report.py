@@ -30,7 +30,6 @@ class Run(NamedTuple):
     heading: str
     arguments: list[str]
     quick: list[str]
-    plots: bool = False
 
 
 RUNS = [
@@ -40,7 +39,10 @@ RUNS = [
     Run("requests", "Requests", ["--reps", "5"], ["--reps", "1"]),
     Run("utility", "Utility calls", [], ["--reps", "1", "--calls", "500"]),
     Run("tensors", "Tensors", [], ["--reps", "1", "--count", "2"]),
-    Run("growth", "As things grow", [], ["--reps", "1", "--seconds", "1", "--streams", "1", "100"], plots=True),
+    Run(
+        "growth", "As things grow", [], ["--reps", "1", "--seconds", "1", "--streams", "1", "100", "--ranks", "1", "2"]
+    ),
+    Run("open_streams", "Memory of open streams", [], ["--reps", "1", "--streams", "1000"]),
     Run("data_parallel", "Ranks", ["--reps", "3"], ["--reps", "1", "--seconds", "1", "--ranks", "1", "2"]),
     Run("elastic", "Ranks that come and go", [], ["--reps", "1"]),
     Run("failover", "An engine core is killed", [], ["--reps", "1"]),
@@ -53,19 +55,18 @@ def measure(run: Run, directory: Path, images: Path, quick: bool) -> None:
     """Runs one benchmark; its JSON goes to the directory, its plot to the images."""
     command = [sys.executable, "-m", f"benchmarks.{run.name}", *(run.quick if quick else run.arguments)]
     command += ["--json", str(directory / f"{run.name}.json")]
-    if run.plots:
-        command += ["--plot", str(images / f"{run.name}.svg")]
+    command += ["--plot", str(images / f"{run.name}.svg")]
     print(f"== {' '.join(command[1:])}", flush=True)
     subprocess.run(command, cwd=ROOT, check=True)
 
 
-def section(run: Run, found: dict[str, Any], image: Path | None, out: Path) -> str:
+def section(run: Run, found: dict[str, Any], image: Path, out: Path) -> str:
     """One section of the document."""
     source = HERE.joinpath(*run.name.split(".")).with_suffix(".py")
     prose, _, _ = (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n\n    ")
     arguments = " ".join(run.arguments)
     parts = [f"## {run.heading}", prose, f"    python -m benchmarks {run.name} {arguments}".rstrip()]
-    if image is not None and image.exists():
+    if image.exists():
         parts.append(f"![{run.heading}]({os.path.relpath(image, out.parent)})")
     parts += [table(one) for one in found["tables"]]
     return "\n\n".join(parts)
@@ -117,8 +118,7 @@ def main() -> None:
             continue
         found = json.loads(path.read_text())
         machine = machine or found["machine"]
-        image = images / f"{run.name}.svg" if run.plots else None
-        sections.append(section(run, found, image, args.out))
+        sections.append(section(run, found, images / f"{run.name}.svg", args.out))
     if machine is None:
         sys.exit(f"there are no runs in {args.runs}: leave out --again")
     notes = (HERE / "what_did_not_work.md").read_text()

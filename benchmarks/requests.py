@@ -3,7 +3,8 @@
 The engine takes none of them on while they arrive, so that what is measured is the way there: the client's work, the
 socket, the child's input thread and its busy loop. Beside it stands the floor: packing such a prompt, and unpacking it.
 
-    python -m benchmarks.requests [--count 2000] [--prompts 10 100 1000 10000] [--reps 5] [--json FILE]
+    python -m benchmarks.requests [--count 2000] [--prompts 10 100 1000 10000] [--reps 5]
+                                  [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 
 from benchmarks.measure import show, spread, write_json
 from benchmarks.peers.sides.outboard_side import ENGINE
+from benchmarks.plots import add_outputs, lines
 from outboard import AsyncMPClient, EngineConfig, EngineCoreRequest, SamplingParams
 from outboard.protocol.token_ids import pack_token_ids
 
@@ -92,10 +94,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--prompts", type=int, nargs="+", default=[10, 100, 1000, 10_000])
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    add_outputs(parser)
     args = parser.parse_args()
     samples = asyncio.run(run(args.count, args.prompts, args.reps))
     report(samples, args.count, args.reps)
+    if args.plot:
+        found = {
+            title: {prompt: [getattr(one, field) for one in samples if one.prompt == prompt] for prompt in args.prompts}
+            for title, field in (("client", "client_us"), ("engine", "engine_us"), ("floor", "floor_us"))
+        }
+        lines(args.plot, {"tokens of the prompt": ("CPU us a request", found)})
     if args.json:
         write_json(args.json, msgspec.to_builtins(samples))
 

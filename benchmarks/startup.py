@@ -1,6 +1,6 @@
 """How long it takes to import Outboard and to have an engine ready, each time in a fresh interpreter.
 
-python -m benchmarks.startup [--reps 9] [--json FILE]
+python -m benchmarks.startup [--reps 9] [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 
 from benchmarks.measure import show, spread, write_json
+from benchmarks.plots import add_outputs, bars
 
 # What `import outboard` may take along, and what it must leave alone: optional, or for the command line only.
 DEPENDENCIES = ("zmq", "msgspec", "numpy", "psutil", "asyncio")
@@ -52,7 +53,7 @@ def loaded(names: tuple[str, ...]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description="Import and start-up times.")
     parser.add_argument("--reps", type=int, default=9)
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    add_outputs(parser)
     args = parser.parse_args()
     imported = ", ".join(loaded(DEPENDENCIES))
     # Programs that time themselves, and programs whose whole process is timed.
@@ -86,6 +87,8 @@ def main() -> None:
         f"ready within {ratio:.2f} of the time of `python -c 'import zmq, msgspec, numpy'`\n"
         f"dependencies that the client loads: {imported}\nof {', '.join(LAZY)}: {lazy}",
     )
+    if args.plot:
+        bars(args.plot, {"ms": times})
     if args.json:
         write_json(args.json, times)
 

@@ -11,7 +11,7 @@ in three modes: free (the engine is at most 64 steps ahead of the readers), wind
 token.
 
     python -m benchmarks.stream [--streams 256] [--steps 400] [--reps 5] [--loop default|uvloop|both]
-                                [--outputs unix zmq] [--json FILE]
+                                [--outputs unix zmq] [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import msgspec
 
 from benchmarks.baselines.plain import PlainClient
 from benchmarks.measure import Fifo, Span, settled, show, spread, write_json
+from benchmarks.plots import add_outputs, bars
 from outboard import AsyncLLM, AsyncMPClient, EngineConfig, EngineCoreRequest, SamplingParams, TransportConfig
 from outboard.config import Sockets
 from outboard.frontend.outputs import RequestOutput
@@ -237,6 +238,15 @@ def report(samples: list[Sample], heading: str) -> None:
     show(heading, columns, rows)
 
 
+def plot(path: str, samples: list[Sample]) -> None:
+    """Draws what a token costs the client, a panel for each mode."""
+    panels: dict[str, dict[str, list[float]]] = {}
+    for one in samples:
+        panel = panels.setdefault(f"{one.mode}: client CPU, ns a token", {})
+        panel.setdefault(f"{one.design}, {one.loop}", []).append(one.client_ns_per_token)
+    bars(path, panels)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stream", description="Many streams, no model.")
     parser.add_argument("--streams", type=int, default=256)
@@ -249,7 +259,7 @@ def main() -> None:
         "--outputs", nargs="+", choices=get_args(Sockets), default=[TransportConfig().sockets], help="several: in turn"
     )
     parser.add_argument("--check", action="store_true", help="look at every token; the times then mean little")
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    add_outputs(parser)
     args = parser.parse_args()
     loops = ("default", "uvloop") if args.loop == "both" else (args.loop,)
     samples = []
@@ -266,6 +276,8 @@ def main() -> None:
         ]
         report(here, f"{mode}: {args.streams} streams of {steps} tokens, median (least - most) of {args.reps}")
         samples += here
+    if args.plot:
+        plot(args.plot, samples)
     if args.json:
         write_json(args.json, msgspec.to_builtins(samples))
 

@@ -9,7 +9,7 @@ Three ways take turns in one run, so that whatever else the machine does meets t
 A transfer is over when the receiver has read a byte of each page. Growth is the peak of the resident memory during
 three transfers in processes that have made none before, less what they had, in multiples of the array.
 
-    python -m benchmarks.tensors [--mib 64] [--count 10] [--reps 5] [--json FILE]
+    python -m benchmarks.tensors [--mib 64] [--count 10] [--reps 5] [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.baselines.copying import CopyingClient
 from benchmarks.measure import show, spread, write_json
+from benchmarks.plots import add_outputs, bars
 from outboard import AsyncMPClient, EngineConfig, EngineCore, EngineCoreRequest, OutputBatch
 
 Array = np.ndarray[Any, Any]
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--count", type=int, default=10, help="transfers a repetition")
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    add_outputs(parser)
     args = parser.parse_args()
     size = args.mib << 20
     try:
@@ -202,6 +203,11 @@ def main() -> None:
         growths = []
     samples = asyncio.run(measure(size, args.count, args.reps))
     report(samples, growths, f"{args.mib} MiB, median (least - most) of {args.reps} times {args.count}")
+    if args.plot:
+        names = list(dict.fromkeys(one.way for one in samples))
+        rates = {way: [one.gb_per_second for one in samples if one.way == way] for way in names}
+        costs = {way: [one.client_cpu_ms for one in samples if one.way == way] for way in names}
+        bars(args.plot, {"GB/s": rates, "client CPU, ms": costs})
     if args.json:
         write_json(args.json, {"transfers": msgspec.to_builtins(samples), "growth": msgspec.to_builtins(growths)})
 

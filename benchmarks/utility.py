@@ -15,7 +15,8 @@ and 64 at once:
 
 The last three are in `benchmarks.baselines.pingpong`.
 
-    python -m benchmarks.utility [--calls 3000] [--concurrent 64] [--reps 5] [--loop default|uvloop] [--json FILE]
+    python -m benchmarks.utility [--calls 3000] [--concurrent 64] [--reps 5] [--loop default|uvloop]
+                                 [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import msgspec
 
 from benchmarks.baselines.pingpong import BareClient, PlainClient, RawClient
 from benchmarks.measure import Span, show, spread, write_json
+from benchmarks.plots import add_outputs, bars
 from benchmarks.stream import engine_pid, loop_factory
 from outboard import AsyncMPClient, EngineConfig, SyncMPClient
 
@@ -242,7 +244,7 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=64, help="how many are under way at once")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--loop", choices=("default", "uvloop"), default="default")
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    add_outputs(parser)
     args = parser.parse_args()
     suffix = f"{args.loop} loop, median (least - most) of {args.reps}"
     latencies: list[Latency] = []
@@ -255,6 +257,13 @@ def main() -> None:
         with asyncio.Runner(loop_factory=loop_factory(args.loop)) as runner:
             costs += runner.run(asyncio.wait_for(measure_cost(2 * args.calls, args.concurrent, args.loop), 300))
     report_cost(costs, f"{2 * args.calls} calls, {args.concurrent} at once, {suffix}")
+    if args.plot:
+        one_by_one = {name: [one.p50_us for one in latencies if one.design == name] for name in SEQUENTIAL}
+        at_once = {name: [one.client_cpu_us for one in costs if one.design == name] for name in AT_ONCE}
+        bars(
+            args.plot,
+            {"one after the other: p50, us": one_by_one, f"{args.concurrent} at once: client CPU, us a call": at_once},
+        )
     if args.json:
         write_json(args.json, msgspec.to_builtins({"sequential": latencies, "concurrent": costs}))
 

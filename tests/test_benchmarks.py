@@ -7,6 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks import serve
+from benchmarks.__main__ import NAMES
+from benchmarks.http_load import Requests, Streams
+from benchmarks.plots import bars, lines
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -29,9 +36,37 @@ def test_a_name_that_there_is_not() -> None:
     assert "there is no benchmark 'speed'" in done.stderr
 
 
-def test_each_has_help() -> None:
-    for name in ("failover", "network", "check", "peers.vllm"):
-        assert "usage: python -m benchmarks" in run(name, "--help").stdout
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "report"])
+def test_each_writes_and_draws_its_figures(name: str) -> None:
+    done = run(name, "--help")
+    assert "usage: python -m benchmarks" in done.stdout
+    assert "--json" in done.stdout
+    assert "--plot" in done.stdout
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured() -> None:
+    done = run("idle", "--plot", "idle.txt")
+    assert done.returncode == 2
+    assert "ends neither with .svg nor with .png" in done.stderr or "outboard[plots]" in done.stderr
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    bars(str(tmp_path / "bars.svg"), {"ms": {"ours": [1.0, 3.0, 2.0], "theirs": [8.0]}}, {"ours": 4.0}, log=True)
+    lines(str(tmp_path / "lines.png"), {"streams": ("us", {"client": {1: [200.0], 10: [20.0, 21.0]}})})
+    assert (tmp_path / "bars.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "lines.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_load_counts_tokens_and_requests() -> None:
+    with serve.running("floor", 2.0, 4) as server:
+        with Streams(server.port, 4, 20) as streams:
+            streams.begin(10)
+            streams.run(10)
+            assert (streams.tokens, len(streams.open)) == (80, 0)
+        with Requests(server.port, 4, 3, stream=True) as requests:
+            requests.run(0.5)
+            assert requests.answered >= 4
 
 
 def test_the_peer_is_skipped_where_there_is_none() -> None:

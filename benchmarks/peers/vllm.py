@@ -2,10 +2,11 @@
 
 What is measured is the way between a front end and its engine core, not a model: both engines cost next to nothing
 (`sides/vllm_engine.py`, `benchmarks.engines.GatedMock`), and their `step` is taken off the engine's CPU time.
-vLLM runs in an environment of its own, named by OUTBOARD_PEER_VLLM, with its own processes, sockets and codec.
+vLLM runs in an environment of its own, named by OUTBOARD_PEER_VLLM, with its own processes, sockets and codec. The
+work "http" is that of its whole OpenAI server, beside `outboard serve`; see `benchmarks.peers.http`.
 
     OUTBOARD_PEER_VLLM=path/to/python python -m benchmarks.peers.vllm [--reps 5] [--loop uvloop|default]
-                                                                     [--works columns streams ...] [--json FILE]
+                                       [--works columns streams http ...] [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import msgspec
+
 from benchmarks.measure import show, spread, write_json
+from benchmarks.peers import http
+from benchmarks.plots import add_outputs, bars
+from benchmarks.serve import Job
 
 PEER = "OUTBOARD_PEER_VLLM"
 ROOT = Path(__file__).parents[2]
 ANSWER_BOUND = 300.0  # seconds
 MIB = 1 << 20
+HTTP = Job(streams=256, step_ms=10.0, seconds=3.0)
+Found = dict[str, dict[str, list[dict[str, float]]]]  # answers by job and side
 
 
 class Side:
@@ -120,9 +128,9 @@ def works() -> list[Work]:
     return rows
 
 
-def measure(rows: list[Work], sides: list[Side], reps: int) -> dict[str, dict[str, list[dict[str, float]]]]:
+def measure(rows: list[Work], sides: list[Side], reps: int) -> Found:
     """Answers by job and side; the sides take turns."""
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    found: Found = {}
     for row in rows:
         key = json.dumps([row.work, row.job])
         if key in found:
@@ -137,19 +145,39 @@ def measure(rows: list[Work], sides: list[Side], reps: int) -> dict[str, dict[st
     return found
 
 
-def report(rows: list[Work], found: dict[str, dict[str, list[dict[str, float]]]], reps: int, loop: str) -> None:
+def ratios(row: Work, found: Found) -> list[float]:
+    """How many times better Outboard's figure is, of each turn."""
+    answers = found[json.dumps([row.work, row.job])]
+    ours, theirs = ([answer[row.figure] for answer in answers[name]] for name in ("outboard", "vllm"))
+    return [(b / a if row.less else a / b) for a, b in zip(ours, theirs, strict=True) if a and b]
+
+
+def report(rows: list[Work], found: Found, reps: int, loop: str) -> None:
     """Prints the table."""
     lines = []
     for row in rows:
         answers = found[json.dumps([row.work, row.job])]
         ours, theirs = ([answer[row.figure] for answer in answers[name]] for name in ("outboard", "vllm"))
-        pairs = [(b / a if row.less else a / b) for a, b in zip(ours, theirs, strict=True) if a and b]
+        pairs = ratios(row, found)
         ratio = spread(pairs).text(1) if pairs else ""
-        digits = 3 if spread(theirs).median < 10 else 0
+        typical = spread(theirs).median
+        digits = 5 if typical < 0.01 else 3 if typical < 10 else 1 if typical < 100 else 0
         goal = "" if row.goal is None else f"{row.goal:g}"
         lines.append([row.title, row.unit, spread(ours).text(digits), spread(theirs).text(digits), ratio, goal])
     columns = ["work", "unit", "Outboard", "vLLM", "times better", "goal"]
     show(f"Beside vLLM, {loop}, median (least - most) of {reps}", columns, lines)
+
+
+def plot(path: str, rows: list[Work], found: Found, over_http: http.Found | None) -> None:
+    """Draws how many times better each is, and the goals."""
+    panel = {row.title: pairs for row in rows if row.work != "idle" and (pairs := ratios(row, found))}
+    goals = {row.title: row.goal for row in rows if row.goal is not None}
+    if over_http is not None:
+        for title, pairs, goal in http.ratios(over_http):
+            panel[title] = pairs
+            if goal is not None:
+                goals[title] = goal
+    bars(path, {"times better than vLLM; line: goal": panel}, goals, log=True)
 
 
 def main() -> None:
@@ -157,21 +185,31 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--loop", choices=("default", "uvloop"), default="uvloop")
     parser.add_argument("--outputs", choices=("unix", "zmq"), default="unix")
-    parser.add_argument("--works", nargs="+", choices=sorted({row.work for row in works()}), help="default: all")
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    names = sorted({"http", *(row.work for row in works())})
+    parser.add_argument("--works", nargs="+", choices=names, default=names, help="default: all")
+    add_outputs(parser)
     args = parser.parse_args()
     peer = os.environ.get(PEER)
     if not peer:
         print(f"skipped: there is no vLLM to measure against; name its Python in {PEER}")
         return
-    rows = [row for row in works() if not args.works or row.work in args.works]
-    ours = Side("outboard", [sys.executable, "-m", "benchmarks.peers.sides.outboard_side", args.loop, args.outputs])
-    with ours, Side("vllm", [peer, str(Path(__file__).with_name("sides") / "vllm_side.py"), args.loop]) as theirs:
-        found = measure(rows, [ours, theirs], args.reps)
-        print(f"start to ready, two engines: outboard {ours.ready:.1f} s, vllm {theirs.ready:.1f} s")
-    report(rows, found, args.reps, args.loop)
+    rows = [row for row in works() if row.work in args.works]
+    found: Found = {}
+    ready: dict[str, float] = {}
+    if rows:
+        ours = Side("outboard", [sys.executable, "-m", "benchmarks.peers.sides.outboard_side", args.loop, args.outputs])
+        with ours, Side("vllm", [peer, str(Path(__file__).with_name("sides") / "vllm_side.py"), args.loop]) as theirs:
+            found = measure(rows, [ours, theirs], args.reps)
+            ready = {side.name: side.ready for side in (ours, theirs)}
+        print(f"start to ready, two engines: outboard {ready['outboard']:.1f} s, vllm {ready['vllm']:.1f} s")
+        report(rows, found, args.reps, args.loop)
+    over_http = http.measure(peer, HTTP, args.reps) if "http" in args.works else None
+    if over_http is not None:
+        http.report(over_http, HTTP, args.reps)
+    if args.plot:
+        plot(args.plot, rows, found, over_http)
     if args.json:
-        write_json(args.json, {"ready": {side.name: side.ready for side in (ours, theirs)}, "answers": found})
+        write_json(args.json, {"ready": ready, "answers": found, "http": msgspec.to_builtins(over_http)})
 
 
 if __name__ == "__main__":

@@ -20,16 +20,17 @@ from outboard.transport.sockets import make_context
 
 
 @pytest.mark.parametrize("sockets", ["unix", "zmq"])
+@pytest.mark.parametrize("way", ["inputs", "outputs"])
 @pytest.mark.usefixtures("as_configured")
 def test_one_that_cannot_be_made_leaves_nothing(
-    short_tmp: Path, monkeypatch: pytest.MonkeyPatch, sockets: Sockets
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch, sockets: Sockets, way: str
 ) -> None:
     def refuse(*args: Any) -> Any:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(link, "listen_for_outputs", refuse)
+    monkeypatch.setattr(link, f"listen_for_{way}", refuse)
     config = EngineConfig(engine="echo", transport=TransportConfig(sockets=sockets))
-    status: Any = SimpleNamespace(rank=0, incarnation=0)
+    status: Any = SimpleNamespace(rank=0, incarnation=0, node="")
     listener: Any = None
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
     context = make_context()

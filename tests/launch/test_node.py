@@ -272,6 +272,18 @@ def test_sigterm_lets_engine_cores_end_and_tells_the_head(head: FakeHead, join: 
     assert status == 0, stderr
 
 
+def test_a_node_that_is_being_stopped_starts_nothing(head: FakeHead, join: Join) -> None:
+    node = join("--ranks", "2")
+    hello, _ = head.start(0)
+    os.kill(hello.pid, signal.SIGSTOP)  # it takes its time
+    node.send(signal.SIGTERM)
+    head.hear(NodeLeaves)
+    head.tell(StartRank(1, 0, {}))
+    assert "is being stopped" in head.hear(RankExited).failure
+    os.kill(hello.pid, signal.SIGCONT)
+    assert node.wait()[0] == 0
+
+
 def test_a_second_signal_ends_at_once(head: FakeHead, join: Join) -> None:
     node = join()
     hello, _ = head.start(0)

@@ -60,7 +60,7 @@ def knocking(address: str, kind: int = zmq.DEALER, **options: bytes) -> Iterator
         knocker = context.socket(kind)
         address, _, own_key = address.partition("#")
         if own_key and "CURVE_SERVERKEY" in options:
-            options["CURVE_SERVERKEY"] = own_key.encode()
+            options["CURVE_SERVERKEY"] = bytes.fromhex(own_key)
         for name, value in options.items():
             knocker.setsockopt(getattr(zmq, name), value)
         knocker.setsockopt(zmq.RECONNECT_IVL, 60_000)  # once

@@ -313,6 +313,17 @@ def test_who_comes_back_to_a_port_that_is_another_s_by_now_is_a_stranger(run: Ru
     run(scenario())
 
 
+@pytest.mark.parametrize("key", ["zz", "00", "00" * 33])
+def test_an_address_whose_key_is_none(key: str) -> None:
+    with keyed(KEYS.for_peers()) as theirs:
+        for connecting in (
+            lambda: ZmqSender(theirs, f"tcp://127.0.0.1:9#{key}", LIMITS),
+            lambda: InputReceiver(theirs, f"tcp://127.0.0.1:9#{key}", b"x", LIMITS),
+        ):
+            with pytest.raises(OSError, match="ZeroMQ: Invalid argument"):
+                connecting()
+
+
 def test_what_it_tells_before_anybody_listens_is_not_lost(run: Run) -> None:
     with keyed(KEYS) as ours, open_channel(ours) as channel:
         with engine_core(channel) as (receiver, sender):

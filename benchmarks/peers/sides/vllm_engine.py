@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, core
+from vllm.v1.metrics.stats import SchedulerStats
 
 __all__ = ["IdleExecutor"]
 
@@ -86,9 +87,9 @@ class _NoGrammars:
         pass
 
 
-def _init(self: Any, vllm_config: Any, executor_class: Any, *args: Any, **kwargs: Any) -> None:
+def _init(self: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> None:
     self.vllm_config = vllm_config
-    self.log_stats = False
+    self.log_stats = log_stats
     self._weight_version = "default"
     self.model_executor = executor_class(vllm_config)
     self.structured_output_manager = _NoGrammars()
@@ -102,7 +103,7 @@ def _init(self: Any, vllm_config: Any, executor_class: Any, *args: Any, **kwargs
     cache = vllm_config.cache_config
     cache.num_gpu_blocks = 1024
     cache.block_size = cache.block_size or 16
-    self.pace = self.deadline = 0.0
+    self.pace, self.deadline = float(os.environ.get("BENCH_STEP_MS", "0")) / 1000, 0.0
     self.steps = 0
     self.step_cpu = 0.0
     self.tensor = None
@@ -140,7 +141,8 @@ def _step(self: Any) -> tuple[dict[int, Any], bool]:
     if not requests.left:
         requests.open = not requests.gate
     self.steps += 1
-    message = {requests.client: EngineCoreOutputs(outputs=outputs)}
+    stats = SchedulerStats(num_running_reqs=len(outputs)) if self.log_stats else None
+    message = {requests.client: EngineCoreOutputs(outputs=outputs, scheduler_stats=stats)}
     self.step_cpu += time.thread_time() - began
     self._attach_weight_version(message)
     return message, True
@@ -175,5 +177,6 @@ core.EngineCore.__init__ = _init
 core.EngineCore.step = _step
 core.EngineCore.shutdown = lambda self: None
 core.EngineCore.get_supported_tasks = lambda self: ("generate",)
+core.EngineCore.reset_mm_cache = lambda self: None
 for _function in (bench_nothing, bench_set, bench_state):
     setattr(core.EngineCore, _function.__name__, _function)

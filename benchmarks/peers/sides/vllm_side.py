@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -19,34 +18,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-os.environ |= {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "PYTHONPATH": str(HERE),  # for the child, which imports the engine
-}
 sys.path.insert(0, str(HERE))
 
-# A model so small that it is nothing: only its sizes are read.
-MODEL = {
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "hidden_size": 64,
-    "ffn_dim": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "word_embed_proj_dim": 64,
-    "activation_function": "relu",
-    "do_layer_norm_before": True,
-    "dropout": 0.0,
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-    "torch_dtype": "float32",
-}
+from vllm_model import MODEL, prepare_environment  # noqa: E402 - of the directory that was just named
+
+prepare_environment()
+
 Answer = dict[str, float]
 
 

@@ -135,7 +135,7 @@ class InprocClient(SyncClient):
         return future.result(timeout=0)
 
     def _post(self, frames: Sequence[Buffer], key: int | None) -> None:
-        self._inbox.put((self._epoch, self._incoming.decode(frames)))
+        self._inbox.put((self._epoch, [self._incoming.decode(frames)]))
 
     def _fail(self, cause: EngineDeadError) -> None:
         self._failure = cause

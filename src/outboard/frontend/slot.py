@@ -33,7 +33,8 @@ class Slot:
         handle: of its request to the engine core; -1 if it was never sent.
         index: 0 to n - 1.
         request: what the completions of one request share.
-        token_ids: tokens that were not taken; an empty list: something else is to be taken; None: nothing is.
+        token_ids: tokens that were not taken; an int: one, as nearly always, which its reader makes a list of; an empty
+            list: something else is to be taken; None: nothing is.
         text: text that was not taken.
         more: whether there is more to take than tokens and text: log probabilities, a result, the end.
         logprobs: log probabilities that were not taken.
@@ -76,7 +77,7 @@ class Slot:
         self.request = request
         self.index = index
         self.handle = -1
-        self.token_ids: list[int] | None = None
+        self.token_ids: list[int] | int | None = None
         self.text = ""
         self.more = False
         self.logprobs: list[dict[int, float]] | None = None
@@ -98,17 +99,23 @@ class Slot:
         fresh = self.fresh
         if not fresh:
             return
-        self.fresh = []
         request = self.request
         if request.metrics.time_to_first_token is None:
             request.metrics.time_to_first_token = request.age()
         self.direct = self.text_state is not None or request.on_output is not None
         if self.text_state is not None:
             self.on_text = request.on_text
-        if self.token_ids is None:
+        token_ids = self.token_ids
+        if token_ids is None and len(fresh) == 1:
+            self.token_ids = fresh.pop()
+            return
+        self.fresh = []
+        if token_ids is None:
             self.token_ids = fresh
+        elif isinstance(token_ids, int):
+            self.token_ids = [token_ids, *fresh]
         else:
-            self.token_ids += fresh
+            token_ids += fresh
 
     def add_logprobs(self, logprobs: list[dict[int, float]]) -> None:
         """Makes the log probabilities of the fresh tokens readable."""

@@ -116,6 +116,8 @@ class RequestStream:
             assert output is not None  # there are token ids, if only an empty list of them
             return output
         slot.token_ids = None
+        if isinstance(token_ids, int):
+            token_ids = [token_ids]
         slot.taken += len(token_ids)
         text = slot.text
         if text:
@@ -200,6 +202,8 @@ class RequestStream:
     def _take_slot(self, slot: Slot) -> CompletionOutput:
         token_ids = slot.token_ids
         assert token_ids is not None
+        if isinstance(token_ids, int):
+            token_ids = [token_ids]
         slot.token_ids = None
         slot.taken += len(token_ids)
         text, logprobs = slot.text, slot.logprobs

@@ -12,37 +12,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from contextvars import Context
-from typing import Any, TypeAlias
+from typing import Any
 
-__all__ = ["Waiter", "Wake", "WakeBatch"]
-
-Wake: TypeAlias = "tuple[Callable[..., object], Callable[[Any], object], Waiter]"
+__all__ = ["Waiter", "WakeBatch"]
 
 
 class WakeBatch:
     """The tasks that the next turn of the loop will step, in order. Belongs to the loop's thread."""
 
-    __slots__ = ("_loop", "_wakes")
+    __slots__ = ("_loop", "_woken")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._wakes: list[Wake] = []
+        self._woken: list[Waiter] = []
 
-    def add(self, wakes: list[Wake]) -> None:
-        """Has these tasks stepped: (`Waiter.run`, `Waiter.callback`, waiter) of each."""
-        if not self._wakes:
+    def add(self, woken: list[Waiter]) -> None:
+        """Has the tasks stepped that have waited here; of each the callback is in `Waiter.woken` now."""
+        if not self._woken:
             self._loop.call_soon(self._run)
-        self._wakes += wakes
+        self._woken += woken
 
     def _run(self) -> None:
-        wakes, self._wakes = self._wakes, []
+        all_woken, self._woken = self._woken, []
         position = 0
         try:
-            for position, (run, callback, waiter) in enumerate(wakes, 1):  # noqa: B007 - used below
-                run(callback, waiter)
+            for position, waiter in enumerate(all_woken, 1):  # noqa: B007 - used below
+                callback = waiter.woken
+                waiter.woken = None
+                waiter.run(callback, waiter)
         finally:
-            if position < len(wakes):  # KeyboardInterrupt or SystemExit came out of a task: the others wait still
-                self.add(wakes[position:])
+            if position < len(all_woken):  # KeyboardInterrupt or SystemExit came out of a task: the others wait still
+                self.add(all_woken[position:])
 
 
 class Waiter:
@@ -50,12 +50,22 @@ class Waiter:
 
     Attributes:
         callback: steps the task that waits; None while none does, or once it has been woken.
+        woken: the same, once it has been woken and until it is stepped.
         run: runs the callback in that task's context.
         result: called by the task when it is stepped; raises `CancelledError` after `cancel`. Else it is `bool`, which
             does nothing without the price of a Python frame.
     """
 
-    __slots__ = ("_asyncio_future_blocking", "_batch", "_cancel_arguments", "_loop", "callback", "result", "run")
+    __slots__ = (
+        "_asyncio_future_blocking",
+        "_batch",
+        "_cancel_arguments",
+        "_loop",
+        "callback",
+        "result",
+        "run",
+        "woken",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batch: WakeBatch) -> None:
         self._asyncio_future_blocking = False
@@ -63,6 +73,7 @@ class Waiter:
         self._batch = batch
         self._cancel_arguments: tuple[Any, ...] = ()
         self.callback: Callable[[Any], object] | None = None
+        self.woken: Callable[[Any], object] | None = None
         self.run: Callable[..., object]
         self.result: Callable[[], object] = bool
 
@@ -71,7 +82,8 @@ class Waiter:
         callback = self.callback
         if callback is not None:
             self.callback = None
-            self._batch.add([(self.run, callback, self)])
+            self.woken = callback
+            self._batch.add([self])
 
     def __await__(self) -> Generator[Waiter, None, None]:
         self._asyncio_future_blocking = True

@@ -138,25 +138,32 @@ class NodeLife:
                     return "has been left by its head"
                 if isinstance(message, NodeRefused):
                     return "is not known to its head any more"
-                self._obey(message, ranks, now)
+                self.obey(message, ranks, now)
             for exited in ranks.look(now):
                 self.send(exited)
             if silence.listened(now):
                 return f"has heard nothing of its head for {silence.seconds:.1f} s"
             if stops != self._stop.count:
                 stops = self._stop.count
-                leave_by = self._leave(ranks, stops, now + welcome.shutdown_timeout)
+                leave_by = leave_by or now + welcome.shutdown_timeout
+                self.send(NodeLeaves(self.node_id, STOPPED, False))
+                ranks.terminate_all()
             if leave_by is not None and (not len(ranks) or stops > 1 or now >= leave_by):
                 return STOPPED
             if now >= ping_at:
                 ping_at = now + welcome.interval
-                self.send(NodePing(self.node_id))
-                if stops:
-                    self.send(NodeLeaves(self.node_id, STOPPED, False))
-                for message in (*ranks.unanswered(), *ranks.progress()):
-                    self.send(message)
+                self.ping(ranks, bool(stops))
 
-    def _obey(self, message: FromHead, ranks: NodeRanks, now: float) -> None:
+    def ping(self, ranks: NodeRanks, leaving: bool) -> None:
+        """Says that the node is there, how its engine cores go on, and once more what the head has not answered."""
+        self.send(NodePing(self.node_id))
+        if leaving:
+            self.send(NodeLeaves(self.node_id, STOPPED, False))
+        for message in (*ranks.unanswered(), *ranks.progress()):
+            self.send(message)
+
+    def obey(self, message: FromHead, ranks: NodeRanks, now: float) -> None:
+        """Does what a message of the head wants, and answers."""
         answer: object | None = None
         match message:
             case StartRank():
@@ -171,10 +178,3 @@ class NodeLife:
                 pass  # it was heard
         if answer is not None:
             self.send(answer)
-
-    def _leave(self, ranks: NodeRanks, stops: int, by: float) -> float:
-        """Tells the head that this node goes, and its engine cores to end; by when they must have."""
-        if stops == 1:
-            self.send(NodeLeaves(self.node_id, STOPPED, False))
-            ranks.terminate_all()
-        return by

@@ -58,6 +58,7 @@ class NodeRanks:
         self._search_path = search_path
         self._running: dict[tuple[int, int], _Running] = {}  # by rank and incarnation
         self._exited: dict[tuple[int, int], RankExited] = {}  # until the head has heard of it
+        self._leaving = False
         self._over: set[tuple[int, int]] = set()  # all that have ended, or must not be started any more
 
     def __len__(self) -> int:
@@ -81,6 +82,8 @@ class NodeRanks:
         if key in self._over:
             return self._exited.get(key)
         if key not in self._running:
+            if self._leaving:
+                return self._end_unstarted(key, "the node is being stopped")
             taken = {running.place for running in self._running.values()}
             place = next((place for place in range(self._places) if place not in taken), None)
             if place is None:
@@ -153,7 +156,8 @@ class NodeRanks:
     # --- the end ---
 
     def terminate_all(self) -> None:
-        """Asks all for their end."""
+        """Asks all for their end, and starts no more."""
+        self._leaving = True
         for running in self._running.values():
             self._terminate(running)
 

@@ -55,6 +55,9 @@ def proof_of(secret: str, node_id: str) -> bytes:
 class NodeHello(msgspec.Struct, array_like=True, tag="node_hello"):
     """First message of a node.
 
+    What another version makes of it must still be readable, and so must `NodeRefused`: fields are only appended, with
+    defaults.
+
     Attributes:
         protocol_version, outboard_version, python_version: its own.
         node_id: of this life.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from outboard.errors import ConfigError
 
@@ -91,8 +92,6 @@ class SessionKeys(msgspec.Struct, frozen=True):
 
 def _pair(secret: bytes) -> tuple[str, str]:
     """Public and secret key, of 32 bytes."""
-    from zmq.utils import z85
-
     encoded: bytes = z85.encode(secret)
     return zmq.curve_public(encoded).decode(), encoded.decode()
 

@@ -10,6 +10,7 @@ import socket as _socket
 from collections.abc import Iterable
 
 import zmq
+from zmq.utils import z85
 
 from outboard.config import NetworkConfig, is_wildcard
 from outboard.errors import ConfigError
@@ -37,7 +38,7 @@ def is_tcp(address: str) -> bool:
 def connect(socket: zmq.Socket[bytes], address: str) -> None:
     """Connects, by TCP with the keys of the socket's context. All other options of the socket are set before.
 
-    A listener that has a server key of its own has it in its address, behind a "#".
+    A listener that has a server key of its own has it in its address, in hexadecimal digits behind a "#".
 
     Raises:
         ConfigError: the address is one of TCP, and the context has no keys.
@@ -46,7 +47,7 @@ def connect(socket: zmq.Socket[bytes], address: str) -> None:
     if is_tcp(address):
         keys = _context_of(socket, address).keys
         address, _, own_key = address.partition("#")
-        socket.setsockopt(zmq.CURVE_SERVERKEY, (own_key or keys.server_public).encode())
+        socket.setsockopt(zmq.CURVE_SERVERKEY, _from_hex(own_key) if own_key else keys.server_public.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret.encode())
         socket.setsockopt(zmq.IPV6, int(_needs_ipv6(address)))
@@ -95,7 +96,7 @@ def bind_tcp_for_one(socket: zmq.Socket[bytes], network: NetworkConfig, within: 
     """
     public, secret = zmq.curve_keypair()
     address, lost = _bind(socket, network, secret, None, within)
-    return f"{address}#{public.decode()}", lost
+    return f"{address}#{z85.decode(public).hex()}", lost
 
 
 def local_address(network: NetworkConfig) -> str:
@@ -222,6 +223,13 @@ def _needs_ipv6(address: str) -> bool:
     except (OSError, UnicodeError):
         return True
     return False
+
+
+def _from_hex(key: str) -> bytes:
+    try:
+        return bytes.fromhex(key)
+    except ValueError:
+        raise zmq.ZMQError(errno.EINVAL) from None
 
 
 def _bracketed(host: str) -> str:

@@ -1,0 +1,93 @@
+"""The way from a message to the readers, without a client: what it leaves for the garbage collector, and merging."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Sequence
+
+from outboard import SamplingParams
+from outboard.frontend.dispatcher import Dispatcher
+from outboard.frontend.slot import Slot
+from outboard.frontend.stream import RequestStream
+from outboard.protocol.messages import EngineCoreOutputs
+from support import Run
+
+STREAMS = 2000
+
+
+class FrontEnd:
+    """Gives each stream that begins a slot, under its own name as handle."""
+
+    def __init__(self) -> None:
+        self.dispatcher = Dispatcher(asyncio.get_running_loop(), lambda handles: None, None, 1 << 20)
+
+    async def submit_stream(self, stream: RequestStream) -> None:
+        self.dispatcher.add(Slot(stream.state, 0, None), int(stream.request_id))
+
+    def abort_slots(self, slots: Sequence[Slot]) -> None:
+        self.dispatcher.abort(slots)
+
+    def stream(self, number: int) -> RequestStream:
+        params = SamplingParams(max_tokens=100, output_kind="delta", detokenize=False)
+        return RequestStream(self, str(number), params, [1])
+
+    def say(self, handles: list[int], token: int, last: bool = False) -> None:
+        ended = [(position, "length", None) for position in range(len(handles))] if last else None
+        self.dispatcher.on_message(
+            EngineCoreOutputs(0, 0, 0, 0.0, handles, [token] * len(handles), finished=ended)  # type: ignore[arg-type]
+        )
+
+
+def test_a_message_makes_nothing_that_the_garbage_collector_goes_through(run: Run) -> None:
+    async def main() -> None:
+        front_end = FrontEnd()
+        handles = list(range(STREAMS))
+        seen: dict[int, list[int]] = {number: [] for number in handles}
+
+        async def read(number: int) -> None:
+            async for output in front_end.stream(number):
+                seen[number] += output.outputs[0].token_ids
+
+        tasks = [asyncio.create_task(read(number)) for number in handles]
+        await asyncio.sleep(0)
+        front_end.say(handles, 1)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # all wait again
+        gc.collect()
+        gc.disable()
+        try:
+            before = gc.get_count()[0]
+            front_end.say(handles, 2)
+            made = gc.get_count()[0] - before
+        finally:
+            gc.enable()
+        assert made < STREAMS / 20
+        await asyncio.sleep(0)
+        front_end.say(handles, 3, last=True)
+        await asyncio.gather(*tasks)
+        assert all(tokens == [1, 2, 3] for tokens in seen.values())
+
+    run(main())
+
+
+def test_tokens_merge_while_nobody_reads(run: Run) -> None:
+    async def main() -> None:
+        for count in range(1, 6):  # messages of one token, then the last
+            front_end = FrontEnd()
+            stream = front_end.stream(7)
+            first = asyncio.create_task(stream.__anext__())
+            await asyncio.sleep(0)
+            front_end.say([7], 50)
+            assert (await first).outputs[0].token_ids == [50]
+            for token in range(count):
+                front_end.say([7], token)
+            assert [output.outputs[0].token_ids for output in [await stream.__anext__()]] == [list(range(count))]
+            for token in range(count):
+                front_end.say([7], token)
+            front_end.say([7], 99, last=True)
+            rest = [output async for output in stream]
+            assert [output.outputs[0].token_ids for output in rest] == [[*range(count), 99]]
+            assert rest[0].finished
+
+    run(main())
