@@ -107,7 +107,7 @@ class Ray:
 
     def nothing_left(self) -> None:
         assert not self.groups()
-        until(lambda: not self.actors(), "all actors have ended")
+        assert not self.actors()
         until(lambda: self.ray.available_resources().get("seat") == self.seats, "all room is free")
 
     @property
@@ -386,6 +386,7 @@ def test_a_head_that_is_killed_leaves_nothing(ray: Ray) -> None:
             head.kill()
     until(lambda: not any(map(psutil.pid_exists, pids)), "the engine cores have ended")
     until(lambda: not any(actor.is_running() for actor in actors), "the actors have ended")
+    until(lambda: not ray.actors() and not ray.groups(), "Ray has noticed")
 
 
 EMBEDDED = """

@@ -21,7 +21,7 @@ from outboard.launch.node import Node
 from outboard.launch.placement import Room
 from outboard.launch.rank_process import NoRoom, Unplaceable
 from outboard.launch.ray_facts import RayNode, actor_options, choose_node, describe, why_lost, why_pending
-from outboard.launch.ray_places import PlaceLost, PlaceMade, PlaceNews, PlacePending
+from outboard.launch.ray_news import PlaceLost, PlaceMade, PlaceNews, PlacePending
 from outboard.launch.ray_starter import RayStarter
 from outboard.transport.node_server import node_context
 

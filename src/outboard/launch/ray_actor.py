@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 from outboard.errors import OutboardError
 from outboard.launch.node import Node
@@ -46,6 +47,10 @@ class OutboardRank:
         """Asks for the end: engine cores may end by themselves. Does not wait."""
         self._stopped = True
         self._node.stop()
+
+    def hold(self, seconds: float) -> None:
+        """Does not return before the process has ended, within so long: whoever calls it learns when that is."""
+        time.sleep(seconds)
 
     def _run(self) -> None:
         leave_signals_to_main()

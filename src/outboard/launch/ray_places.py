@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -20,9 +20,10 @@ from outboard.config import RayPlacement
 from outboard.launch.ray_actor import OutboardRank
 from outboard.launch.ray_cluster import RayCluster
 from outboard.launch.ray_facts import RayNode, actor_options, choose_node, why_lost, why_pending
+from outboard.launch.ray_news import PlaceLost, PlaceMade, PlaceNews, PlacePending
 from outboard.launch.thread_signals import leave_signals_to_main
 
-__all__ = ["PlaceLost", "PlaceMade", "PlaceNews", "PlacePending", "RayPlaces"]
+__all__ = ["RayPlaces"]
 
 logger = logging.getLogger("outboard.launch")
 
@@ -42,34 +43,6 @@ _END = 5.0
 _JOIN = 15.0
 # So long a node that has lost a rank gets none, if there is another, seconds.
 _AVOID = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceMade:
-    """Ray has room: a node of this name can be started there."""
-
-    number: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlacePending:
-    """There is no room yet, and why."""
-
-    number: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceLost:
-    """The place is gone, and its node with it: it "has died", say; in one word as in `EngineDeadError.lost`."""
-
-    number: int
-    what: str
-    word: str = "actor"
-
-
-PlaceNews: TypeAlias = PlaceMade | PlacePending | PlaceLost
 
 
 @dataclass(slots=True)
@@ -215,15 +188,15 @@ class RayPlaces:
 
     def _ask(self, number: int) -> None:
         placement = self._placement
-        selectors = [placement.labels] * len(placement.bundles) if placement.labels else None
         target = self._choose_node()
+        labels = {"bundle_label_selector": [placement.labels] * len(placement.bundles)} if placement.labels else {}
         try:
             group = self._groups_api.placement_group(
                 placement.bundles,
                 strategy="STRICT_PACK",
                 name=f"outboard-{self._mark}-{number}",
                 _soft_target_node_id=target,
-                bundle_label_selector=selectors,
+                **labels,
             )
         except (ValueError, self._errors.RayError) as error:
             self._tell(PlaceLost(number, f"cannot be had: {error}"))
@@ -352,8 +325,7 @@ class RayPlaces:
         ends = [group.ending for group in groups if group.actor is not None]
         if ends:
             self._ray.wait(ends, num_returns=len(ends), timeout=_GOODBYE)
-        # A call of its own, which returns when the process has gone.
-        ends = [group.actor.wait.remote(_WAIT) for group in groups if group.actor is not None]
+        ends = [group.actor.hold.remote(_WAIT) for group in groups if group.actor is not None]
         for number in list(self._groups):
             self._free(number)
         if ends:

@@ -19,7 +19,7 @@ from outboard.errors import EngineStartupError, NoRoomError
 from outboard.launch.placement import Room
 from outboard.launch.rank_process import NoRoom, RankProcess, RankStarter, Unplaceable
 from outboard.launch.ray_facts import describe
-from outboard.launch.ray_places import PlaceLost, PlaceMade, PlaceNews, PlacePending
+from outboard.launch.ray_news import PlaceLost, PlaceMade, PlaceNews, PlacePending
 
 __all__ = ["Nodes", "Places", "RayStarter"]
 
