@@ -22,6 +22,7 @@ from outboard.transport.sockets import (
     ZmqSender,
     bind_output,
     make_context,
+    remove_socket_file,
 )
 from outboard.transport.zmq_inputs import ZmqInputReceiver, ZmqInputSender, bind_input
 
@@ -255,3 +256,13 @@ def test_the_control_server_waits_for_descriptors_too(context: ZmqContext, short
     for fd in (first, second, second_end):
         os.close(fd)
     server.close()
+
+
+def test_an_address_of_tcp_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namesake = tmp_path / "127.0.0.1:5570"
+    namesake.touch()
+    remove_socket_file("tcp://127.0.0.1:5570")
+    assert namesake.exists()
+    remove_socket_file(f"ipc://{namesake}")
+    assert not namesake.exists()

@@ -318,7 +318,7 @@ def test_an_address_whose_key_is_none(key: str) -> None:
     with keyed(KEYS.for_peers()) as theirs:
         for connecting in (
             lambda: ZmqSender(theirs, f"tcp://127.0.0.1:9#{key}", LIMITS),
-            lambda: InputReceiver(theirs, f"tcp://127.0.0.1:9#{key}", b"x", LIMITS),
+            lambda: ZmqInputReceiver(theirs, f"tcp://127.0.0.1:9#{key}", b"x", LIMITS),
         ):
             with pytest.raises(OSError, match="ZeroMQ: Invalid argument"):
                 connecting()

@@ -300,7 +300,9 @@ class ControlClient:
 
 
 def remove_socket_file(address: str) -> None:
-    """Removes the file of an address, or a path, which stays when a socket is closed. Never raises."""
+    """Removes the file of an address, or a path, which stays when a socket is closed. Never raises. TCP has none."""
+    if address.startswith("tcp://"):
+        return
     try:
         os.unlink(address.rpartition("://")[2])  # noqa: PTH108 - also called by finalizers: the less code the better
     except OSError:
