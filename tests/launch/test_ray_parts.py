@@ -393,3 +393,21 @@ def test_a_node_without_a_head_ends_where_nobody_would_end_it() -> None:
         node.close()
         context.term()
     assert time.monotonic() - began < 4.0
+
+
+LONE_ACTOR = """
+import time
+from outboard.launch import ray_actor
+
+ray_actor._LINGER = 0.2
+actor = ray_actor.OutboardRank("tcp://127.0.0.1:1", "s" * 32, "lone", 0.1)
+assert actor.wait(0) is None
+print(actor.wait(10), flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_actor_without_a_head_ends_itself() -> None:
+    done = subprocess.run([sys.executable, "-c", LONE_ACTOR], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cannot reach the head at tcp://127.0.0.1:1, or not any more, for 0.1 s" in done.stdout
