@@ -12,6 +12,7 @@ from outboard.config import (
     NetworkConfig,
     ParallelConfig,
     RankOptions,
+    RayPlacement,
     RestartPolicy,
     TransportConfig,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "ParallelConfig",
     "ParallelState",
     "RankOptions",
+    "RayPlacement",
     "RequestMetrics",
     "RequestOutput",
     "RequestStream",

@@ -12,7 +12,7 @@ from typing import Any, Self
 import msgspec
 
 from outboard.config import EngineConfig, FaultConfig, NetworkConfig, ParallelConfig, TransportConfig
-from outboard.launch.head import make_starter
+from outboard.launch.head import connect_ray, make_starter, with_network
 from outboard.launch.launcher import Launcher
 from outboard.launch.scaler import ScaleOrder
 from outboard.launch.startup import InitMaker, sendable_options
@@ -82,6 +82,10 @@ class EngineGroup:
     def __init__(self, config: EngineConfig, *, cancel_fd: int | None = None) -> None:
         inits = InitMaker(config)
         with ExitStack() as undo:
+            cluster = connect_ray(config)
+            if cluster is not None:
+                undo.callback(cluster.close)
+                config = with_network(config, cluster.host)
             session = SessionDirectory()
             undo.callback(session.remove)
             keys = SessionKeys.make() if config.network is not None else None
@@ -90,9 +94,10 @@ class EngineGroup:
             address = session.address("control")
             control = ControlServer(context, address, network=config.network)
             undo.callback(control.close)
-            starter, nodes = make_starter(config, inits, session, address, control.tcp_address, keys)
+            starter, nodes = make_starter(config, inits, session, address, control.tcp_address, keys, cluster)
             if nodes is not None:
                 undo.callback(nodes.close)
+            undo.callback(starter.close)
             self._context = context if isinstance(context, KeyedContext) else None
             launcher = Launcher(config, inits, context, session, control, address, starter, nodes, keys, cancel_fd)
             self._launcher, self._nodes = launcher, nodes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outboard.launch.process import EngineProcess
-from outboard.launch.rank_process import NoRoom, RankProcess
+from outboard.launch.rank_process import NoRoom, RankProcess, RankStarter
 from outboard.protocol.environment import ChildEnvironment
 from outboard.transport.session import SessionDirectory
 
@@ -72,7 +72,7 @@ class Placement:
         return f"no room: rank {rank} is to run on a node, and {why}; start one with `outboard node --join`"
 
 
-class LocalStarter:
+class LocalStarter(RankStarter):
     """Starts all ranks on this host.
 
     Args:
@@ -94,7 +94,7 @@ class LocalStarter:
         return EngineProcess.start({**os.environ, **env, **where.to_environ()}, self._session.path)
 
 
-class PlacedStarter:
+class PlacedStarter(RankStarter):
     """Starts a rank where the placement says.
 
     Args:

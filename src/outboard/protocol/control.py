@@ -100,6 +100,7 @@ class EngineDeath(msgspec.Struct, array_like=True, frozen=True):
     remote_message: str
     remote_traceback: str
     stderr_tail: str
+    lost: str = ""
 
     @classmethod
     def of(cls, error: EngineDeadError) -> EngineDeath:
