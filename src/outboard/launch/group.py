@@ -16,7 +16,10 @@ from outboard.launch.head import connect_ray, make_starter, with_network
 from outboard.launch.launcher import Launcher
 from outboard.launch.scaler import ScaleOrder
 from outboard.launch.startup import InitMaker, sendable_options
-from outboard.protocol.control import EngineState, EngineStatus, Scale
+from outboard.protocol.control import EngineState, EngineStatus
+from outboard.protocol.scaling import (
+    Scale,
+)
 from outboard.transport.curve import KeyedContext, SessionKeys
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, make_context

@@ -13,7 +13,12 @@ from outboard.launch.handshake import EngineHandshake, HandshakeState
 from outboard.launch.rank_process import NoRoom, RankProcess, RankStarter, Unplaceable
 from outboard.launch.startup import startup_failure, startup_timeout
 from outboard.launch.supervisor import RankSupervisor
-from outboard.protocol.control import EngineDeath, EngineState, EngineStatus, StallReport
+from outboard.protocol.control import (
+    EngineDeath,
+    EngineState,
+    EngineStatus,
+    StallReport,
+)
 from outboard.protocol.messages import ErrorReport, Init, Ready
 
 __all__ = ["EngineRank", "GroupFacts"]

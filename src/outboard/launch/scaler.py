@@ -26,13 +26,13 @@ from outboard.launch.desk import ControlDesk
 from outboard.launch.frontends import FrontEnd
 from outboard.launch.lockstep import LockstepGroup
 from outboard.launch.rank import EngineRank
-from outboard.protocol import control
-from outboard.protocol.control import (
+from outboard.protocol import scaling
+from outboard.protocol.control import EngineState
+from outboard.protocol.scaling import (
     AbortScale,
     CommitScale,
     Drained,
     DrainRank,
-    EngineState,
     Quiet,
     Reconfigured,
     ResumeRank,
@@ -326,7 +326,7 @@ class Scaler:
             case Quiesce():
                 self._quiet.clear()
                 self._falls = self._group.falls
-                self._ask(action.ranks, control.Quiesce(self._next_version()))
+                self._ask(action.ranks, scaling.Quiesce(self._next_version()))
             case Reconfigure():
                 self._reconfigure(action)
             case Resume():
@@ -369,7 +369,7 @@ class Scaler:
 
     def _reconfigure(self, action: Reconfigure) -> None:
         self._reconfigured.clear()
-        message = control.Reconfigure(self._next_version(), action.size)
+        message = scaling.Reconfigure(self._next_version(), action.size)
         if self._group.lockstep:
             self._group.ranks = [rank for rank in self._group.ranks if rank.rank < action.size]
             facts = self._group.renew(action.size)
