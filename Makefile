@@ -62,7 +62,7 @@ bench-check: .venv/dev
 	touch $@
 
 .venv/dev: .venv/pip pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,openvino,serve,traces,uvloop]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,openvino,ray,serve,traces,uvloop]'
 	touch $@ .venv/demo .venv/serve
 
 clean:

@@ -1,299 +1,233 @@
-"""Sockets between two processes: tokens a second, CPU time of the receiver a token, and a round trip.
+"""Many streams by each way between a client and its engine core, within one host and between two.
 
-What is sent has the size of an engine core's outputs, of 256 tokens and of one; it is encoded once, and not decoded.
-The ways take turns in one run, so that whatever else the machine does meets them alike:
+`AsyncLLM` over `mock`, 256 streams, no text, either free (the engine is at most 64 steps ahead of the readers) or paced
+(a step every 10 ms); and one utility call after the other, when the engine is idle. The ways take turns in one run, so
+that whatever else the machine does meets them alike:
 
-    ipc        between two processes of one host, by ZeroMQ
-    tcp        not encrypted; only here, Outboard has no such sockets
-    tcp+CURVE  between hosts
+    ipc          ZeroMQ on one host (`TransportConfig(sockets="zmq")`)
+    unix         plain Unix sockets, the default on one host
+    tcp          ZeroMQ by TCP, not encrypted; only here, Outboard has no such sockets
+    tcp+CURVE    the engine core is on a node, which is another process of this host
+    at 1 ms      the same through a link between two network namespaces that takes 1 ms each way, where they may be made
 
-and the latter two once more with another host, which is a network namespace behind virtual cables, where this process
-may make one, with a delay of 1 ms each way, where the kernel knows how (netem).
+CPU time of the client is that of all its threads, so also that of ZeroMQ's, which encrypts. What encryption costs is to
+be at most half of what the client costs without. A last table has the sockets alone, between two processes.
 
-    python -m benchmarks.network [--messages 20000] [--trips 1000] [--reps 5] [--delay-ms 1] [--json FILE]
+    python -m benchmarks.network [--streams 256] [--steps 400] [--calls 500] [--reps 5] [--delay-ms 1]
+                                 [--messages 20000] [--plot FILE.svg|png] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
-import gc
+import logging
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import zmq
-from zmq.backend import Socket as SocketBase
 
-from benchmarks.measure import show, spread, write_json
-from benchmarks.namespaces import Far, NoNamespaceError, far_host
-from outboard.config import NetworkConfig, TransportConfig
-from outboard.protocol.messages import EngineCoreOutputs
-from outboard.transport.curve import SessionKeys
-from outboard.transport.network import local_address
-from outboard.transport.poller import SocketPoller
-from outboard.transport.reader import SocketReader
-from outboard.transport.sockets import (
-    ZmqContext,
-    ZmqSender,
-    ZmqSocket,
-    bind_output,
-    make_context,
-    make_socket,
-)
-from outboard.transport.tcp import bind_input_tcp, listen_tcp
-from outboard.transport.zmq_inputs import ZmqInputReceiver, bind_input
+from benchmarks.measure import Fifo, show, spread, write_json
+from benchmarks.namespaces import DEVICE, Network, why_not
+from benchmarks.plain_tcp import PlainMock, plain_tcp
+from benchmarks.plots import add_outputs, bars
+from benchmarks.socket_pair import measure_pairs, report_pairs
+from benchmarks.stream import PROMPT, Job, engine_pid, options, read_streams
+from outboard import AsyncLLM, EngineConfig, SamplingParams, TransportConfig, launch_engines
+from outboard.config import NetworkConfig
+from outboard.frontend.outputs import RequestOutput
+from outboard.transport.curve import new_token_file
 
-LIMITS = TransportConfig()
-SIZES = {"256 tokens": 256, "1 token": 1}
-WAYS = ("ipc", "tcp", "tcp+CURVE")
-PEER = b"peer"
-
-
-class Order(msgspec.Struct, frozen=True, array_like=True):
-    """What the sender is to do: so many messages of so many tokens each, or, with 0 tokens, to answer each message."""
-
-    messages: int
-    tokens: int
-
-
-class Place(msgspec.Struct, frozen=True):
-    """What the sender is told when it starts."""
-
-    way: str
-    keys: SessionKeys | None
-    input_address: str
-    output_address: str
+ROOT = Path(__file__).parents[1]
+PACE_MS = 10.0
+MODES = ("free", "paced")
+PLAIN, CURVE = "tcp", "tcp+CURVE"
+WAYS = ("ipc", "unix", PLAIN, CURVE)
+# What is to hold: client CPU a token, of that by plain TCP.
+MOST_OF_PLAIN = 1.5
+BOUND = 300.0  # seconds that one measurement may take
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One repetition of one way: by size of the messages, and the median of its round trips."""
+    """What one measurement gave."""
 
     way: str
-    tokens_per_second: dict[str, float]
-    cpu_ns_per_token: dict[str, float]
-    trip_us: float
+    mode: str
+    tokens_per_second: float
+    client_ns_per_token: float
+    engine_ns_per_token: float
+    call_us: float
 
 
-# --- the sender: as an engine core has it ----------------------------------------------------------------------------
+class Site(msgspec.Struct, frozen=True):
+    """Where the head listens, an interface and its address, and what starts a program where the node is to be."""
+
+    interface: str
+    address: str
+    start: Callable[..., subprocess.Popen[bytes]]
 
 
-class _PlainReceiver(ZmqInputReceiver):
-    """By TCP, not encrypted."""
-
-    def __init__(self, context: ZmqContext, address: str) -> None:
-        self._socket = make_socket(context, zmq.DEALER, LIMITS)
-        self._socket.setsockopt(zmq.IDENTITY, PEER)
-        self._socket.connect(address)
-        self._socket.send(b"")
-        self.fd = int(self._socket.getsockopt(zmq.FD))
-
-
-class _PlainSender(ZmqSender):
-    """By TCP, not encrypted."""
-
-    def __init__(self, context: ZmqContext, address: str) -> None:
-        self._socket = make_socket(context, zmq.PUSH, LIMITS)
-        self._socket.connect(address)
-        self._send = functools.partial(SocketBase.send, self._socket)
-
-
-def outputs(tokens: int) -> bytes:
-    """A message of an engine core that has a token for each of so many requests."""
-    return msgspec.msgpack.encode(
-        EngineCoreOutputs(0, 2**63, 1000, 1e5, list(range(10_000, 10_000 + tokens)), [i * 37 for i in range(tokens)])
-    )
-
-
-def send_as_told() -> None:
-    """The sender's main: what to do comes by its input socket."""
-    place = msgspec.json.decode(sys.stdin.buffer.readline(), type=Place)
-    context = make_context(place.keys)
-    if place.way == "tcp":
-        receiver: ZmqInputReceiver = _PlainReceiver(context, place.input_address)
-        sender: ZmqSender = _PlainSender(context, place.output_address)
-    else:
-        receiver = ZmqInputReceiver(context, place.input_address, PEER, LIMITS)
-        sender = ZmqSender(context, place.output_address, LIMITS)
-
-    def push(body: bytes) -> None:
-        while not sender.send([body]):
-            time.sleep(0.0002)
-
-    def read() -> bool:
-        while (frames := receiver.receive()) is not None:
-            order = msgspec.msgpack.decode(frames[1], type=Order)
-            body = outputs(order.tokens)
-            for _ in range(order.messages):
-                push(body)
-        return False
-
-    poller = SocketPoller()
-    poller.add(receiver.fd, read)
-    while True:  # until it is killed
-        poller.turn()
-
-
-# --- the receiver: as a client has it --------------------------------------------------------------------------------
-
-
-class Receiver:
-    """A client's ends of the data channel, by any of the ways."""
-
-    def __init__(self, way: str, network: NetworkConfig, directory: str) -> None:
-        self.keys = SessionKeys.make() if way == "tcp+CURVE" else None
-        self.context = make_context(self.keys)
-        self._way = way
-        self._left = 0  # messages until `_done`
-        self._tokens = 0  # of each
-        self._done: asyncio.Future[None] | None = None
-        self.reader: SocketReader
-        if way == "tcp+CURVE":
-            inputs = bind_input_tcp(self.context, network, LIMITS)
-            reader = listen_tcp(self.context, network, LIMITS, self._take, self._end, inputs)
-            self.reader, self._router = reader, inputs.socket
-            self._close: list[Callable[[], None]] = [reader.stop, reader.close, inputs.close]
-            self.place = Place(way, self.keys, inputs.address, reader.address)
-        else:
-            ends = [f"ipc://{directory}/{name}" for name in ("in", "out")]
-            if way == "tcp":
-                ends = [f"tcp://{local_address(network)}:*"] * 2
-            self._router = bind_input(self.context, ends[0], LIMITS)
-            pull = bind_output(self.context, ends[1], LIMITS)
-            self.reader = SocketReader(pull, self._take)
-            self._close = [self.reader.detach, pull.close, self._router.close]
-            self.place = Place(way, None, *(_bound(socket) for socket in (self._router, pull)))
-
-    def _take(self, body: Any, frames: Sequence[Any]) -> int:
-        self._left -= 1
-        if not self._left:
-            assert self._done is not None
-            self._done.set_result(None)
-        return self._tokens
-
-    def _end(self, reason: str) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(RuntimeError(reason or "the sender has ended"))
-
-    async def take(self, order: Order) -> None:
-        """Has something sent, and returns when all of it is here."""
-        self._done = asyncio.get_running_loop().create_future()
-        self._left, self._tokens = order.messages, order.tokens
-        self._router.send_multipart([PEER, b"\x00", msgspec.msgpack.encode(order)], zmq.NOBLOCK)
-        await asyncio.wait_for(self._done, 120)
-
-    async def wait_for_sender(self) -> None:
-        """Returns when it has connected, by both sockets."""
-        if not self._router.poll(20_000):
-            raise RuntimeError("the sender has not connected")
-        self._router.recv_multipart()
-        self.reader.attach(asyncio.get_running_loop())
-        await self.take(Order(1, 1))
-
-    def close(self) -> None:
-        for close in self._close:
-            close()
-        self.context.term()
-
-
-def _bound(socket: ZmqSocket) -> str:
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+LOOPBACK = Site("lo", "127.0.0.1", subprocess.Popen)
 
 
 @contextmanager
-def sender(place: Place, before: list[str]) -> Iterator[None]:
-    """A process that sends."""
-    command = [*before, sys.executable, "-m", "benchmarks.network", "--send"]
-    root = Path(__file__).parents[1]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=root) as process:
-        try:
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(place) + b"\n")
-            process.stdin.flush()
-            yield
-        finally:
-            process.kill()
-
-
-async def measure(way: str, far: Far | None, messages: int, trips: int) -> Sample:
-    """One way, with a sender of its own."""
-    network = NetworkConfig(listen="127.0.0.1" if far is None else far.interface)
-    speeds, cpu = {}, {}
+def joining_node(site: Site) -> Iterator[NetworkConfig]:
+    """A node with room for one rank, and what the head must have for it to join."""
     with tempfile.TemporaryDirectory() as directory:
-        receiver = Receiver(way, network, directory)
-        try:
-            with sender(receiver.place, [] if far is None else far.command):
-                await receiver.wait_for_sender()
-                for name, tokens in SIZES.items():
-                    await receiver.take(Order(messages // 10, tokens))
-                    gc.collect()
-                    cpu_before, before = time.process_time_ns(), time.perf_counter()
-                    await receiver.take(Order(messages, tokens))
-                    speeds[name] = messages * tokens / (time.perf_counter() - before)
-                    cpu[name] = (time.process_time_ns() - cpu_before) / (messages * tokens)
-                times = []
-                for _ in range(trips):
-                    before = time.perf_counter()
-                    await receiver.take(Order(1, 1))
-                    times.append((time.perf_counter() - before) * 1e6)
-        finally:
-            receiver.close()
-    return Sample(way, speeds, cpu, spread(times).median)
+        token = f"{directory}/token"
+        new_token_file(token)
+        with socket.socket() as probe:
+            probe.bind((site.address, 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-c", "from outboard.cli.main import run; run()", "node"]
+        command += ["--join", f"{site.address}:{port}", "--token-file", token]
+        with site.start(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            try:
+                yield NetworkConfig(listen=site.interface, port=port, token_file=token, local_ranks=0)
+            finally:
+                process.terminate()
+                _, said = process.communicate(timeout=30)
+                if process.returncode:
+                    print(f"the node has failed:\n{said.decode()}", file=sys.stderr)
 
 
-def run(far: Far | None, messages: int, trips: int, reps: int) -> list[Sample]:
+async def run_job(job: Job, way: str, config: EngineConfig, fifo: Fifo, calls: int) -> Sample:
+    """The streams, and then the calls, of a group that has its engine core on a node or here."""
+
+    def generate(max_tokens: int) -> AsyncIterator[RequestOutput]:
+        return llm.generate(PROMPT, SamplingParams(max_tokens=max_tokens, output_kind="delta", detokenize=False))
+
+    with await asyncio.to_thread(launch_engines, config) as group:
+        llm = AsyncLLM(addresses=group.addresses, client_index=0)
+        with plain_tcp() if way == PLAIN else nullcontext():  # the launcher's sockets are there already
+            await llm.start()
+        async with llm:
+            span, _ = await read_streams(job, fifo, engine_pid(llm.client), generate)
+            times = []
+            for _ in range(calls):
+                before = time.perf_counter()
+                await llm.client.call_utility_async("is_paused")
+                times.append((time.perf_counter() - before) * 1e6)
+    tokens = job.streams * job.steps
+    return Sample(
+        way,
+        job.mode,
+        tokens / span.wall,
+        span.client_cpu_ns / tokens,
+        span.engine_cpu_ns / tokens,
+        statistics.median(times),
+    )
+
+
+def measure(way: str, job: Job, calls: int, site: Site | None) -> Sample:
+    """One measurement with an engine core of its own, on a node where there is a site."""
+    with ExitStack() as stack:
+        fifo = stack.enter_context(Fifo.temporary())
+        pace = {"step_ms": PACE_MS, "start_after": job.streams + 1} if job.mode == "paced" else options(job, fifo)
+        config = EngineConfig(
+            engine=PlainMock if way == PLAIN else "mock",
+            options=pace,
+            transport=TransportConfig(sockets=job.outputs),
+            network=None if site is None else stack.enter_context(joining_node(site)),
+        )
+        return asyncio.run(asyncio.wait_for(run_job(job, way, config, fifo, calls), BOUND))
+
+
+@contextmanager
+def link(delay_ms: float) -> Iterator[Site]:
+    """A link between two network namespaces. This thread, and what it starts, is at one end while this is entered."""
+    with Network(delay=delay_ms / 1000) as network, network.near.entered():
+        yield Site(DEVICE, network.near.address, network.far.popen)
+
+
+def run(mode: str, streams: int, steps: int, calls: int, reps: int, delay_ms: float) -> list[Sample]:
     """All ways in turn."""
-    ways = WAYS if far is None else [way for way in WAYS if way != "ipc"]
-    return [asyncio.run(measure(way, far, messages, trips)) for _ in range(reps) for way in ways]
+    samples = []
+    for _ in range(reps):
+        for way in WAYS:
+            job = Job(mode, "zmq" if way == "ipc" else "unix", streams, steps, False)
+            samples.append(measure(way, job, calls, LOOPBACK if way in (PLAIN, CURVE) else None))
+        if delay_ms:
+            with link(delay_ms) as site:
+                samples.append(measure(at(delay_ms), job, calls, site))
+    return samples
 
 
-def report(samples: list[Sample], heading: str, caption: str = "") -> None:
-    """Prints one table."""
-    columns = ["way"]
-    for name in SIZES:
-        columns += [f"k tokens/s, {name}", "CPU ns/token"]
-    columns.append("round trip us")
-    rows = []
-    for way in dict.fromkeys(sample.way for sample in samples):
-        mine = [sample for sample in samples if sample.way == way]
-        row = [way]
-        for name in SIZES:
-            row.append(spread([sample.tokens_per_second[name] for sample in mine]).text(scale=1000.0))
-            row.append(spread([sample.cpu_ns_per_token[name] for sample in mine]).text(1))
-        rows.append([*row, spread([sample.trip_us for sample in mine]).text()])
-    show(heading, columns, rows, caption)
+def at(delay_ms: float) -> str:
+    """What the way through a link is called."""
+    return f"at {delay_ms:g} ms"
+
+
+def of(samples: list[Sample], mode: str, field: str) -> dict[str, list[float]]:
+    """A field's values in this mode, by way."""
+    found: dict[str, list[float]] = {}
+    for one in samples:
+        if one.mode == mode:
+            found.setdefault(one.way, []).append(getattr(one, field))
+    return found
+
+
+def curve_ratio(samples: list[Sample], mode: str) -> float:
+    """Client CPU by TCP with CURVE, of that without: the median over the runs, each against that next to it."""
+    found = of(samples, mode, "client_ns_per_token")
+    return statistics.median(mine / plain for mine, plain in zip(found[CURVE], found[PLAIN], strict=True))
+
+
+def report(samples: list[Sample], mode: str, heading: str) -> None:
+    """Prints one mode's table."""
+    fields = {"tokens_per_second": 1000.0, "client_ns_per_token": 1.0, "engine_ns_per_token": 1.0, "call_us": 1.0}
+    found = {field: of(samples, mode, field) for field in fields}
+    rows = [
+        [way, *(spread(found[field][way]).text(scale=scale) for field, scale in fields.items())]
+        for way in found["call_us"]
+    ]
+    ratio = curve_ratio(samples, mode)
+    verdict = "holds" if ratio <= MOST_OF_PLAIN else "does NOT hold"
+    caption = f"client CPU a token, {CURVE} / {PLAIN}: {ratio:.2f}, to be at most {MOST_OF_PLAIN}: {verdict}"
+    show(heading, ["way", "k tokens/s", "client CPU ns/token", "engine CPU ns/token", "a call, us"], rows, caption)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.network", description="Sockets between processes.")
-    parser.add_argument("--messages", type=int, default=20_000, help="of each size")
-    parser.add_argument("--trips", type=int, default=1000)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.network", description="Within a host, and between two.")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=400, help="tokens a stream; paced: 120 at most")
+    parser.add_argument("--calls", type=int, default=500, help="utility calls, one after the other")
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--delay-ms", type=float, default=1.0, help="of the other host, each way")
-    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
-    parser.add_argument("--send", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--delay-ms", type=float, default=1.0, help="of the link, each way; 0: no link")
+    parser.add_argument("--messages", type=int, default=20_000, help="of each size, of sockets alone; 0: no sockets")
+    add_outputs(parser)
     args = parser.parse_args()
-    if args.send:
-        send_as_told()
-    note = f"median (least - most) of {args.reps}"
-    results = {"here": run(None, args.messages, args.trips, args.reps)}
-    report(results["here"], f"On one host: {args.messages:,} messages of each size, {note}")
-    try:
-        with far_host(args.delay_ms) as far:
-            results["far"] = run(far, args.messages, max(args.trips // 4, 1), args.reps)
-        how = "with no delay, which the kernel does not know" if far.no_delay else f"{args.delay_ms:g} ms away"
-        report(results["far"], f"Another host, {how}: {note}", far.no_delay)
-    except NoNamespaceError as error:
-        print(f"skipped: another host, no network namespace can be made here: {error}")
+    logging.getLogger("outboard.launch").setLevel(logging.ERROR)  # that no node has joined yet is as it should be
+    delay_ms = args.delay_ms
+    if delay_ms and (reason := why_not()):
+        print(f"skipped: the link with a delay: {reason}")
+        delay_ms = 0.0
+    samples: list[Sample] = []
+    for mode in MODES:
+        steps = min(args.steps, 120) if mode == "paced" else args.steps
+        samples += run(mode, args.streams, steps, args.calls, args.reps, delay_ms)
+        pace = f", a step every {PACE_MS:g} ms" if mode == "paced" else ""
+        title = f"{mode}{pace}: {args.streams} streams of {steps} tokens, median (least - most) of {args.reps}"
+        report(samples, mode, title)
+    pairs = []
+    if args.messages:
+        pairs = measure_pairs(args.messages, args.calls, args.reps)
+        report_pairs(
+            pairs, f"Sockets alone: {args.messages:,} messages of each size, median (least - most) of {args.reps}"
+        )
+    if args.plot:
+        panels = {f"{mode}: client CPU, ns a token": of(samples, mode, "client_ns_per_token") for mode in MODES}
+        bars(args.plot, panels)
     if args.json:
-        write_json(args.json, msgspec.to_builtins(results))
+        ratios = {mode: curve_ratio(samples, mode) for mode in MODES}
+        write_json(args.json, msgspec.to_builtins({"clients": samples, "sockets": pairs, "curve_of_plain": ratios}))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ RUNS = [
     Run("elastic", "Ranks that come and go", [], ["--reps", "1"]),
     Run("failover", "An engine core is killed", [], ["--reps", "1"]),
     Run("startup", "Start", [], ["--reps", "2"]),
+    Run(
+        "network",
+        "Within a host, and between two",
+        [],
+        ["--reps", "1", "--steps", "100", "--calls", "100", "--messages", "2000"],
+    ),
     Run("idle", "Idle", [], ["--seconds", "3"]),
 ]
 
@@ -63,7 +69,8 @@ def measure(run: Run, directory: Path, images: Path, quick: bool) -> None:
 def section(run: Run, found: dict[str, Any], image: Path, out: Path) -> str:
     """One section of the document."""
     source = HERE.joinpath(*run.name.split(".")).with_suffix(".py")
-    prose, _, _ = (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n\n    ")
+    text = ast.get_docstring(ast.parse(source.read_text())) or ""
+    prose = text.rpartition("\n\n    ")[0] or text  # without the command, which is the last
     arguments = " ".join(run.arguments)
     parts = [f"## {run.heading}", prose, f"    python -m benchmarks {run.name} {arguments}".rstrip()]
     if image.exists():

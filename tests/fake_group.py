@@ -15,22 +15,15 @@ from outboard.client.async_mp import AsyncMPClient
 from outboard.config import TransportConfig
 from outboard.protocol.codec import MsgpackEncoder
 from outboard.protocol.control import (
-    AbortScale,
     Acknowledge,
     Attach,
     Attached,
-    CommitScale,
     EngineDeath,
     Join,
     KillEngine,
     Leave,
-    Members,
     ReportProgress,
     ReportStall,
-    Scale,
-    ScaleProgress,
-    ScaleRefused,
-    ScaleState,
     Welcome,
     identity_of,
 )
@@ -43,6 +36,15 @@ from outboard.protocol.messages import (
     LeaveRank,
     UtilityCall,
     UtilityOutput,
+)
+from outboard.protocol.scaling import (
+    AbortScale,
+    CommitScale,
+    Members,
+    Scale,
+    ScaleProgress,
+    ScaleRefused,
+    ScaleState,
 )
 from outboard.transport.inputs import connect_inputs
 from outboard.transport.outputs import connect_outputs

@@ -1,4 +1,4 @@
-"""The benchmarks as a program: what it lists, and what it makes of the figures. They are not run here."""
+"""The benchmarks as a program: what it lists, what it makes of figures. Of them only the network's is run here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import zmq
 
 from benchmarks import serve
 from benchmarks.__main__ import NAMES
 from benchmarks.http_load import Requests, Streams
+from benchmarks.plain_tcp import plain_tcp
 from benchmarks.plots import bars, lines
+from outboard.config import NetworkConfig, TransportConfig
+from outboard.transport.curve import SessionKeys
+from outboard.transport.sockets import make_context
+from outboard.transport.tcp import bind_input_tcp
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,6 +73,35 @@ def test_the_load_counts_tokens_and_requests() -> None:
         with Requests(server.port, 4, 3, stream=True) as requests:
             requests.run(0.5)
             assert requests.answered >= 4
+
+
+def test_plain_tcp_is_plain_while_it_is_entered() -> None:
+    network, limits = NetworkConfig(listen="127.0.0.1"), TransportConfig()
+    context = make_context(SessionKeys.make())
+    try:
+        with plain_tcp():
+            plain = bind_input_tcp(context, network, limits)
+        encrypted = bind_input_tcp(context, network, limits)
+        mechanisms = [one.socket.getsockopt(zmq.MECHANISM) for one in (plain, encrypted)]
+        plain.close()
+        encrypted.close()
+    finally:
+        context.destroy(linger=0)
+    assert mechanisms == [zmq.NULL, zmq.CURVE]
+
+
+def test_the_network_is_measured_whole(tmp_path: Path) -> None:
+    out = tmp_path / "network.json"
+    small = ["--reps", "1", "--streams", "4", "--steps", "5", "--calls", "3", "--messages", "20"]
+    done = run("network", *small, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())["results"]
+    ways = [one["way"] for one in results["clients"] if one["mode"] == "paced"]
+    assert ways[:4] == ["ipc", "unix", "tcp", "tcp+CURVE"]
+    assert ways[4:] == ["at 1 ms"] or "skipped: the link with a delay" in done.stdout
+    assert {one["way"] for one in results["sockets"]} == {"ipc", "tcp", "tcp+CURVE"}
+    assert set(results["curve_of_plain"]) == {"free", "paced"}
+    assert "to be at most 1.5" in done.stdout
 
 
 def test_the_peer_is_skipped_where_there_is_none() -> None:

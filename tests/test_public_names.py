@@ -33,6 +33,7 @@ NAMES = {
     "ParallelConfig",
     "ParallelState",
     "RankOptions",
+    "RayPlacement",
     "RequestMetrics",
     "RequestOutput",
     "RequestStream",

@@ -12,6 +12,7 @@ from outboard.config import (
     NetworkConfig,
     ParallelConfig,
     RankOptions,
+    RayPlacement,
     RestartPolicy,
     TransportConfig,
 )
@@ -23,7 +24,7 @@ from outboard.frontend.offline import LLM
 from outboard.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outboard.frontend.stream import RequestStream
 from outboard.launch.group import EngineAddresses, EngineGroup, launch_engines
-from outboard.protocol.control import EngineState, EngineStatus, ScaleProgress, ScaleState
+from outboard.protocol.control import EngineState, EngineStatus
 from outboard.protocol.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -32,6 +33,10 @@ from outboard.protocol.messages import (
     SchedulerStats,
 )
 from outboard.protocol.sampling import SamplingParams
+from outboard.protocol.scaling import (
+    ScaleProgress,
+    ScaleState,
+)
 
 __all__ = [
     "LLM",
@@ -58,6 +63,7 @@ __all__ = [
     "ParallelConfig",
     "ParallelState",
     "RankOptions",
+    "RayPlacement",
     "RequestMetrics",
     "RequestOutput",
     "RequestStream",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -15,6 +16,7 @@ __all__ = [
     "NetworkConfig",
     "ParallelConfig",
     "RankOptions",
+    "RayPlacement",
     "RestartPolicy",
     "Sockets",
     "TransportConfig",
@@ -157,6 +159,45 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cpus: list[int] = []
 
 
+class RayPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each rank takes of a Ray cluster, and how to get there. Each rank has a placement group of its own.
+
+    Attributes:
+        bundles: resources that a rank takes, all on one node, such as `[{"CPU": 4, "GPU": 1}]`; "CPU", "GPU", "memory"
+            (bytes) or whatever else nodes of the cluster have. The engine core gets those of the first, by
+            CUDA_VISIBLE_DEVICES too; the others are held for what its engine starts.
+        labels: that a node must have, as label selectors of Ray, such as `{"accelerator": "in(L4, A10)"}`.
+        strategy: "SPREAD": ranks on as many nodes as there are, if they have room; "PACK": wherever Ray puts them.
+        address: of the cluster, as for `ray.init`: "auto" for one that must run already. "": the one that this process
+            is connected to, or that RAY_ADDRESS names, or that runs on this host; where there is none, one of this host
+            alone, which ends with the engine cores.
+        runtime_env: Ray's environment of the ranks' actors, such as `{"pip": [...]}` or `{"working_dir": "."}`: one way
+            to have Outboard, and an engine of one's own, on the nodes. Directories of this host only where the
+            connection to Ray is made here: a process that calls `ray.init` itself gives them there.
+        timeout: seconds that a start, or a change of the number of ranks, waits for room. A rank that is started again
+            waits for ever.
+    """
+
+    bundles: list[dict[str, float]] = msgspec.field(default_factory=lambda: [{"CPU": 1.0}])
+    labels: dict[str, str] = {}
+    strategy: Literal["SPREAD", "PACK"] = "SPREAD"
+    address: str = ""
+    runtime_env: dict[str, Any] = {}
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.bundles or not all(self.bundles):
+            raise ConfigError("bundles must name what a rank takes, such as [{'CPU': 1, 'GPU': 1}]; none may be empty")
+        for bundle in self.bundles:
+            for name, amount in bundle.items():
+                if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 < amount < math.inf:
+                    raise ConfigError(f"bundles: of {name!r} a rank must take more than 0, not {amount!r}")
+        if self.strategy not in ("SPREAD", "PACK"):
+            raise ConfigError(f"strategy must be 'SPREAD' or 'PACK', not {self.strategy!r}")
+        if not 0 < self.timeout <= _LONGEST:
+            raise ConfigError(f"timeout must be above 0 and at most {_LONGEST} s, not {self.timeout!r}")
+
+
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many engine cores there are, and who chooses between them.
 
@@ -173,6 +214,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             next. Fewer cost more time, more let idle ranks step longer in vain. The default is vLLM's.
         dp_sync_timeout: how long a rank waits for the others to take part in such an agreement, seconds; one that does
             not ends the engine cores.
+        backend: who starts the processes of ranks: "local": the launcher, here or on nodes that join; "ray": a Ray
+            cluster, all of them; needs `outboard[ray]` here and on its nodes.
+        placement: with Ray, what ranks take, and where.
     """
 
     data_parallel_size: int = 1
@@ -184,6 +228,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     rank_options: list[RankOptions] = []
     dp_sync_interval: int = 32
     dp_sync_timeout: float = 30.0
+    backend: Literal["local", "ray"] = "local"
+    placement: RayPlacement | None = None
 
     def __post_init__(self) -> None:
         for name in ("data_parallel_size", "client_count"):
@@ -195,6 +241,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"dp_sync_timeout must be above 0 and at most {_LONGEST} s, not {self.dp_sync_timeout!r}")
         if self.balancing not in ("internal", "external"):
             raise ConfigError(f"balancing must be 'internal' or 'external', not {self.balancing!r}")
+        if self.backend not in ("local", "ray"):
+            raise ConfigError(f"backend must be 'local' or 'ray', not {self.backend!r}")
+        if self.placement is not None and self.backend != "ray":
+            raise ConfigError("placement is for ranks that Ray places: add backend='ray'")
         most = self.most_ranks
         if not 1 <= self.min_size <= self.data_parallel_size <= most <= _MOST_RANKS:
             raise ConfigError(
@@ -245,7 +295,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             before the node ends them, from 0.1 to 60. A connection on which nothing comes is closed after twice that
             and a second: after a cut the system waits for about as long again before it sends anew. To send an array
             must not take longer than that.
-        local_ranks: how many ranks, the first ones, run on the head's own host. The others wait for a node.
+        local_ranks: how many ranks, the first ones, run on the head's own host. The others wait for a node. With
+            `ParallelConfig(backend="ray")` there are none: Ray places them all, on the head's host too.
     """
 
     listen: str

@@ -28,6 +28,7 @@ OutboardError
       ├── EngineRemovedError     it was scaled away before this had ended (retryable)
       ├── EngineStartupError     it died or was refused before it was ready
       │    └── EngineStartupTimeout
+      │         └── NoRoomError   no machine had room for it in time
       └── ClientClosedError      the client was shut down; nothing died
 
 `error.retryable` says whether the same request may succeed when it is simply made again.
@@ -53,6 +54,7 @@ __all__ = [
     "EngineStartupTimeout",
     "InvalidRequestError",
     "ModelFileError",
+    "NoRoomError",
     "NotificationError",
     "OutboardError",
     "PromptTooLongError",
@@ -231,6 +233,9 @@ class EngineDeadError(OutboardError):
         exit_code: its exit code: 0 or more, or minus the signal that ended it; None if it is unknown.
         remote_type, remote_message, remote_traceback: the exception raised in the engine core, "" if there was none.
         stderr_tail: the last lines that it wrote to stderr.
+        lost: what became of the node where it ran, if that is why: "silent" for longer than `NetworkConfig.patience`,
+            "stopped" (it has said that it ends), or in a Ray cluster "preempted", "machine" (it has left the cluster),
+            or "actor" (its process has ended); "": the node was not why, or there was none.
     """
 
     def __init__(
@@ -246,6 +251,7 @@ class EngineDeadError(OutboardError):
         remote_message: str = "",
         remote_traceback: str = "",
         stderr_tail: str = "",
+        lost: str = "",
     ) -> None:
         super().__init__(reason)
         self.reason = reason
@@ -258,6 +264,7 @@ class EngineDeadError(OutboardError):
         self.remote_message = remote_message
         self.remote_traceback = remote_traceback
         self.stderr_tail = stderr_tail
+        self.lost = lost
 
     @property
     def signal(self) -> str | None:
@@ -298,6 +305,10 @@ class EngineStartupError(EngineDeadError):
 
 class EngineStartupTimeout(EngineStartupError):
     """An engine core was not ready within `startup_timeout`; it has been killed."""
+
+
+class NoRoomError(EngineStartupTimeout):
+    """No node or Ray cluster had room for an engine core in time. The message says what is missing."""
 
 
 class ClientClosedError(EngineDeadError):

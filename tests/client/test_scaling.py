@@ -29,7 +29,11 @@ from outboard import (
 )
 from outboard.client import scaling
 from outboard.client.data_parallel import client_class
-from outboard.protocol.control import AbortScale, CommitScale, Scale
+from outboard.protocol.scaling import (
+    AbortScale,
+    CommitScale,
+    Scale,
+)
 from support import Run
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

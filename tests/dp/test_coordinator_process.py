@@ -17,8 +17,11 @@ from outboard.dp.coordinator_state import LoadReport, Publication
 from outboard.dp.messages import AskControl, JoinAsFrontEnd, Joined, ListenAsRank, SpeakAsRank
 from outboard.dp.waves import FirstRequest, Phase, RankReport, SetControl, StartWave, is_paused
 from outboard.protocol.codec import MsgpackDecoder
-from outboard.protocol.control import Acknowledge, CoordinatorReady, Members
+from outboard.protocol.control import Acknowledge, CoordinatorReady
 from outboard.protocol.environment import CoordinatorEnvironment
+from outboard.protocol.scaling import (
+    Members,
+)
 from outboard.transport.sockets import ControlServer, make_context
 from outboard.transport.spoke import Spoke
 

@@ -22,7 +22,9 @@ from outboard.dp.elastic_steps import (
     Start,
     Stop,
 )
-from outboard.protocol.control import ScaleState
+from outboard.protocol.scaling import (
+    ScaleState,
+)
 
 TIMEOUT, DRAIN = 10.0, 5.0
 

@@ -20,8 +20,8 @@ import numpy as np
 import psutil
 import pytest
 
-import namespaces
-from namespaces import Network
+from benchmarks import namespaces
+from benchmarks.namespaces import Network
 from network_engine import MixedEngine
 from outboard import (
     AsyncLLM,
@@ -42,7 +42,7 @@ from outboard.transport.curve import new_token_file
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.xdist_group("network")]
 
 ALPHABET = [97 + i % 26 for i in range(100_000)]
-TESTS = Path(namespaces.__file__).parent
+TESTS = Path(__file__).parents[1]
 PORT = 5570
 PATIENCE = 2.0
 INTERVAL = 0.25

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 from fake_launcher import BOUND, FakeLauncher, FrontEnd, eventually
 
-from outboard.protocol.control import (
-    CoordinatorAt,
-    CoordinatorReady,
+from outboard.protocol.control import CoordinatorAt, CoordinatorReady
+from outboard.protocol.environment import CoordinatorEnvironment
+from outboard.protocol.messages import EEP_NOTIFICATION_CALL_ID, RECONFIGURE_FINISHED, SHUTDOWN_COMPLETE
+from outboard.protocol.scaling import (
     Drained,
     DrainRank,
     Quiesce,
@@ -24,8 +25,6 @@ from outboard.protocol.control import (
     Reconfigured,
     ResumeRank,
 )
-from outboard.protocol.environment import CoordinatorEnvironment
-from outboard.protocol.messages import EEP_NOTIFICATION_CALL_ID, RECONFIGURE_FINISHED, SHUTDOWN_COMPLETE
 from outboard.transport.sockets import ControlServer, make_context
 
 

@@ -8,12 +8,20 @@ import pytest
 from loop_driver import RANK, Asleep, Core, Peer
 
 from outboard.engine.events import Stop
-from outboard.protocol.control import Drained, DrainRank, Quiesce, Quiet, Reconfigure, Reconfigured, ResumeRank
 from outboard.protocol.messages import (
     EEP_NOTIFICATION_CALL_ID,
     RECONFIGURE_FINISHED,
     SHUTDOWN_COMPLETE,
     LeaveRank,
+)
+from outboard.protocol.scaling import (
+    Drained,
+    DrainRank,
+    Quiesce,
+    Quiet,
+    Reconfigure,
+    Reconfigured,
+    ResumeRank,
 )
 
 

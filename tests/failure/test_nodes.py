@@ -40,7 +40,14 @@ from outboard.dp.coordinator_state import Publication
 from outboard.dp.messages import JoinAsFrontEnd
 from outboard.errors import EngineStartupError, EngineStartupTimeout
 from outboard.launch.startup import StartCancelled
-from outboard.protocol.control import Attach, Attached, CoordinatorAt, EngineProgress, Join, Welcome
+from outboard.protocol.control import (
+    Attach,
+    Attached,
+    CoordinatorAt,
+    EngineProgress,
+    Join,
+    Welcome,
+)
 from outboard.protocol.messages import PROTOCOL_VERSION
 from outboard.transport.curve import new_token_file
 from outboard.transport.sockets import connect_control, make_context, wait_readable

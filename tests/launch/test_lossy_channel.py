@@ -195,6 +195,6 @@ def test_they_agree_in_the_end(seeds: Sequence[int]) -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
         finally:
             for process in world.handles:
-                process.lose("the test is over")
+                process.lose("the test is over", "stopped")
                 process.close()
             os.close(world.life._stop.fd)

@@ -52,8 +52,14 @@ def head_network(
     token_file: Path | None,
     local_ranks: int | None,
     patience: float | None,
+    *,
+    with_token: bool = True,
 ) -> NetworkConfig | None:
     """Where a head listens; None: nowhere.
+
+    Args:
+        with_token: whether there must be a token file; else there may be one.
+        listen, advertise, join_port, ports, token_file, local_ranks, patience: as in `NetworkConfig`.
 
     Raises:
         ConfigError: an option is wrong, or of no use without --listen.
@@ -70,5 +76,7 @@ def head_network(
         if given or token_file is not None:
             raise ConfigError("options for nodes need --listen, the network interface or address where nodes join")
         return None
-    secret_of(token_file)  # what is wrong with it is said before anything is started
-    return NetworkConfig(listen=listen, token_file=str(token_file), **given)
+    if with_token or token_file is not None:
+        secret_of(token_file)  # what is wrong with it is said before anything is started
+        given["token_file"] = str(token_file)
+    return NetworkConfig(listen=listen, **given)

@@ -12,6 +12,7 @@ import typer
 
 from outboard.cli.network import DEFAULT_PORT, head_network
 from outboard.cli.options import exit_status, parse_options
+from outboard.cli.ray import ray_placement
 from outboard.config import EngineConfig, FaultConfig, ParallelConfig, RestartPolicy
 from outboard.dp.balancing import make_policy
 from outboard.errors import ConfigError
@@ -22,6 +23,7 @@ __all__ = ["serve"]
 _DEFAULTS = FaultConfig()
 _API, _LIMITS, _ENGINES, _FAULTS, _OPERATION = "API", "Limits", "Engine cores", "Faults", "Operation"
 _NODES = "Nodes: engine cores on other machines"
+_RAY = "Ray: engine cores in a Ray cluster"
 
 
 def serve(
@@ -119,6 +121,32 @@ def serve(
         float | None,
         typer.Option(metavar="SECONDS", help="How long a node may be silent. Default: 10.", rich_help_panel=_NODES),
     ] = None,
+    backend: Annotated[
+        Literal["local", "ray"],
+        typer.Option(help="Who starts engine cores: this host and nodes, or Ray alone.", rich_help_panel=_RAY),
+    ] = "local",
+    ray_resources: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=AMOUNT,...",
+            help="What each takes, such as CPU=4,GPU=1. Default: CPU=1.",
+            rich_help_panel=_RAY,
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Of the cluster, or auto: it must be there. Default: that of this host, or a new one.",
+            rich_help_panel=_RAY,
+        ),
+    ] = None,
+    room_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="How long a start may wait for room in it. Default: 60.", rich_help_panel=_RAY
+        ),
+    ] = None,
     restart: Annotated[
         Literal["never", "on-failure"], typer.Option(help="What to do when one dies.", rich_help_panel=_FAULTS)
     ] = "never",
@@ -213,8 +241,16 @@ def serve(
             in_flight=in_flight,
             max_queued=max_queued,
         )
-        parallel = ParallelConfig(data_parallel_size=data_parallel_size, max_size=max_data_parallel_size, policy=policy)
-        network = head_network(listen, advertise, join_port, ports, token_file, local_ranks, node_patience)
+        parallel = ParallelConfig(
+            data_parallel_size=data_parallel_size,
+            max_size=max_data_parallel_size,
+            policy=policy,
+            backend=backend,
+            placement=ray_placement(backend, ray_resources, ray_address, room_timeout),
+        )
+        network = head_network(
+            listen, advertise, join_port, ports, token_file, local_ranks, node_patience, with_token=backend == "local"
+        )
         what = EngineConfig(
             engine=engine, options=parse_options(option or []), parallel=parallel, faults=faults, network=network
         )
@@ -222,7 +258,7 @@ def serve(
             os.environ.pop(name, None)  # engines have no business with them
         configure_logs(log_format, log_level)
 
-        if network is not None:
+        if network is not None and backend == "local":
             typer.echo(f"outboard: nodes may join at port {network.port} of {network.advertise or network.listen}")
 
         async def run() -> int:

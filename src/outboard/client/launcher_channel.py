@@ -19,12 +19,14 @@ from outboard.protocol.control import (
     CoordinatorAt,
     EngineProgress,
     EngineStatus,
-    Members,
-    ScaleProgress,
-    ScaleRefused,
     Welcome,
 )
 from outboard.protocol.messages import Refused
+from outboard.protocol.scaling import (
+    Members,
+    ScaleProgress,
+    ScaleRefused,
+)
 from outboard.protocol.tensors import Buffer
 from outboard.transport.reader import SocketReader
 from outboard.transport.sockets import ZmqContext, connect_control, wait_readable

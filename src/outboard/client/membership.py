@@ -42,10 +42,6 @@ from outboard.protocol.control import (
     Join,
     KillEngine,
     Leave,
-    Members,
-    ScaleProgress,
-    ScaleRefused,
-    ScaleState,
     Welcome,
 )
 from outboard.protocol.messages import (
@@ -53,6 +49,12 @@ from outboard.protocol.messages import (
     EngineCoreRequestType,
     ErrorReport,
     LeaveRank,
+)
+from outboard.protocol.scaling import (
+    Members,
+    ScaleProgress,
+    ScaleRefused,
+    ScaleState,
 )
 from outboard.transport.sockets import ZmqContext
 

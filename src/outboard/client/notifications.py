@@ -7,8 +7,11 @@ from math import inf
 from typing import TypeAlias
 
 from outboard.errors import NotificationError
-from outboard.protocol.control import ScaleProgress, ScaleState
 from outboard.protocol.messages import RECONFIGURE_FINISHED, SHUTDOWN_COMPLETE
+from outboard.protocol.scaling import (
+    ScaleProgress,
+    ScaleState,
+)
 
 __all__ = ["Notifications"]
 

@@ -21,7 +21,14 @@ from outboard.errors import (
     ScaleRolledBackError,
     UnsupportedError,
 )
-from outboard.protocol.control import AbortScale, CommitScale, Scale, ScaleProgress, ScaleRefused, ScaleState
+from outboard.protocol.scaling import (
+    AbortScale,
+    CommitScale,
+    Scale,
+    ScaleProgress,
+    ScaleRefused,
+    ScaleState,
+)
 
 __all__ = ["OnProgress", "Scaling"]
 

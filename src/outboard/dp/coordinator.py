@@ -22,8 +22,11 @@ from outboard.dp.wave_coordinator import ToRank, WaveCoordinator
 from outboard.dp.waves import FirstRequest, RankReport
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder
-from outboard.protocol.control import Acknowledge, CoordinatorReady, CoordinatorRefused, Members
+from outboard.protocol.control import Acknowledge, CoordinatorReady, CoordinatorRefused
 from outboard.protocol.environment import CoordinatorEnvironment
+from outboard.protocol.scaling import (
+    Members,
+)
 from outboard.transport.curve import SessionKeys, refused_by
 from outboard.transport.sockets import ControlServer, make_context
 from outboard.transport.spoke import Spoke

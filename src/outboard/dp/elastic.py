@@ -33,7 +33,9 @@ from outboard.dp.elastic_steps import (
     Start,
     Stop,
 )
-from outboard.protocol.control import ScaleState
+from outboard.protocol.scaling import (
+    ScaleState,
+)
 
 __all__ = ["ScalePlan"]
 

@@ -25,13 +25,15 @@ from outboard.protocol.control import (
     ClientAttached,
     CoordinatorAt,
     DetachClient,
+)
+from outboard.protocol.messages import Init
+from outboard.protocol.progress import MAX_SLOTS
+from outboard.protocol.scaling import (
     DrainRank,
     Quiesce,
     Reconfigure,
     ResumeRank,
 )
-from outboard.protocol.messages import Init
-from outboard.protocol.progress import MAX_SLOTS
 from outboard.protocol.shm_pair import SharedMemory
 from outboard.transport.inputs import InputReceiver, connect_inputs
 from outboard.transport.outputs import connect_outputs

@@ -19,8 +19,12 @@ from outboard.engine.lockstep_place import LockstepPlace
 from outboard.engine.loop import BusyLoop
 from outboard.engine.outgoing import describe
 from outboard.errors import OutboardError
-from outboard.protocol.control import Quiesce, Reconfigure, ResumeRank
 from outboard.protocol.progress import BUSY, FROZEN, ProgressPage
+from outboard.protocol.scaling import (
+    Quiesce,
+    Reconfigure,
+    ResumeRank,
+)
 
 __all__ = ["LockstepLoop"]
 

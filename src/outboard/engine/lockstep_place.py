@@ -9,7 +9,9 @@ from outboard.dp.step_sync import StepSync
 from outboard.dp.waves import Vote
 from outboard.engine.core import EngineCore, ParallelState
 from outboard.errors import OutboardError
-from outboard.protocol.control import Reconfigure
+from outboard.protocol.scaling import (
+    Reconfigure,
+)
 
 __all__ = ["LockstepPlace", "MakeSync"]
 

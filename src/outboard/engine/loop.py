@@ -35,7 +35,6 @@ from outboard.engine.outgoing import describe
 from outboard.engine.scaling import Scaling
 from outboard.engine.utilities import UtilityCalls
 from outboard.errors import InvalidRequestError
-from outboard.protocol.control import DrainRank, Quiesce, Reconfigure, ResumeRank
 from outboard.protocol.messages import (
     AbortRequests,
     AddRequest,
@@ -46,6 +45,12 @@ from outboard.protocol.messages import (
     UtilityCall,
 )
 from outboard.protocol.progress import FROZEN, IDLE, ProgressPage
+from outboard.protocol.scaling import (
+    DrainRank,
+    Quiesce,
+    Reconfigure,
+    ResumeRank,
+)
 
 __all__ = ["BusyLoop"]
 

@@ -7,13 +7,18 @@ from typing import Any
 
 from outboard.engine.batch import OutputBatch
 from outboard.engine.client import Client
-from outboard.protocol.control import Drained, DrainRank, Quiet, Reconfigured
 from outboard.protocol.messages import (
     EEP_NOTIFICATION_CALL_ID,
     RECONFIGURE_FINISHED,
     SHUTDOWN_COMPLETE,
     LeaveRank,
     UtilityOutput,
+)
+from outboard.protocol.scaling import (
+    Drained,
+    DrainRank,
+    Quiet,
+    Reconfigured,
 )
 
 __all__ = ["Scaling"]

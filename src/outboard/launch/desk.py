@@ -22,17 +22,14 @@ from outboard.launch.frontends import FrontEnd, FrontEnds
 from outboard.launch.rank import EngineRank
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.control import (
-    AbortScale,
     Acknowledge,
     Attach,
     AttachClient,
     Attached,
     ClientAttached,
-    CommitScale,
     CoordinatorReady,
     CoordinatorRefused,
     DetachClient,
-    Drained,
     EngineDeath,
     EngineProgress,
     EngineState,
@@ -40,17 +37,22 @@ from outboard.protocol.control import (
     Join,
     KillEngine,
     Leave,
-    Members,
-    Quiet,
-    Reconfigured,
     ReportProgress,
     ReportStall,
-    Scale,
     Welcome,
     identity_of,
 )
 from outboard.protocol.messages import Failed, Hello, Ready, Refused
 from outboard.protocol.nodes import RankProgress
+from outboard.protocol.scaling import (
+    AbortScale,
+    CommitScale,
+    Drained,
+    Members,
+    Quiet,
+    Reconfigured,
+    Scale,
+)
 from outboard.transport.sockets import ControlServer
 
 __all__ = ["ControlDesk"]

@@ -11,11 +11,14 @@ from typing import Any, Self
 import msgspec
 
 from outboard.config import EngineConfig, FaultConfig, NetworkConfig, ParallelConfig, TransportConfig
-from outboard.launch.head import make_starter
+from outboard.launch.head import connect_ray, make_starter, with_network
 from outboard.launch.launcher import Launcher
 from outboard.launch.scaler import ScaleOrder
 from outboard.launch.startup import InitMaker, sendable_options
-from outboard.protocol.control import EngineState, EngineStatus, Scale
+from outboard.protocol.control import EngineState, EngineStatus
+from outboard.protocol.scaling import (
+    Scale,
+)
 from outboard.transport.curve import SessionKeys
 from outboard.transport.session import SessionDirectory
 from outboard.transport.sockets import ControlServer, make_context
@@ -81,6 +84,10 @@ class EngineGroup:
     def __init__(self, config: EngineConfig, *, cancel_fd: int | None = None) -> None:
         inits = InitMaker(config)
         with ExitStack() as undo:
+            cluster = connect_ray(config)
+            if cluster is not None:
+                undo.callback(cluster.close)
+                config = with_network(config, cluster.host)
             session = SessionDirectory()
             undo.callback(session.remove)
             keys = SessionKeys.make() if config.network is not None else None
@@ -89,9 +96,10 @@ class EngineGroup:
             address = session.address("control")
             control = ControlServer(context, address, network=config.network)
             undo.callback(control.close)
-            starter, nodes = make_starter(config, inits, session, address, control.tcp_address, keys)
+            starter, nodes = make_starter(config, inits, session, address, control.tcp_address, keys, cluster)
             if nodes is not None:
                 undo.callback(nodes.close)
+            undo.callback(starter.close)
             launcher = Launcher(config, inits, context, session, control, address, starter, nodes, keys, cancel_fd)
             self._launcher, self._nodes = launcher, nodes
             launcher.thread.start()

@@ -7,17 +7,40 @@ import time
 
 import msgspec
 
-from outboard.config import EngineConfig
+from outboard.config import EngineConfig, NetworkConfig, RayPlacement
 from outboard.launch.admission import HeadFacts
 from outboard.launch.nodes import NodeDesk
 from outboard.launch.placement import LocalStarter, PlacedStarter, Placement
 from outboard.launch.rank_process import RankStarter
+from outboard.launch.ray_cluster import RayCluster
+from outboard.launch.ray_places import RayPlaces
+from outboard.launch.ray_starter import RayStarter
 from outboard.launch.startup import InitMaker, sendable_options
 from outboard.transport.curve import SessionKeys, read_token_file
 from outboard.transport.node_server import NodeServer
 from outboard.transport.session import SessionDirectory
 
-__all__ = ["make_starter"]
+__all__ = ["connect_ray", "make_starter", "with_network"]
+
+# A node that Ray has started tries so long to reach its head, seconds, or for as long as that may be silent.
+_LONE_FOR = 30.0
+
+
+def connect_ray(config: EngineConfig) -> RayCluster | None:
+    """The Ray cluster that places the ranks; None: none does.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no such cluster.
+    """
+    if config.parallel.backend != "ray":
+        return None
+    return RayCluster(config.parallel.placement or RayPlacement())
+
+
+def with_network(config: EngineConfig, host: str) -> EngineConfig:
+    """With a network for ranks that Ray places; by default at the address by which Ray knows this host."""
+    network = config.network or NetworkConfig(listen=host, port=0)
+    return msgspec.structs.replace(config, network=msgspec.structs.replace(network, local_ranks=0))
 
 
 def make_starter(
@@ -27,6 +50,7 @@ def make_starter(
     control_address: str,
     tcp_address: str,
     keys: SessionKeys | None,
+    cluster: RayCluster | None = None,
 ) -> tuple[RankStarter, NodeDesk | None]:
     """What starts the ranks of a group, and the desk for nodes that do; None: there is no network.
 
@@ -36,6 +60,7 @@ def make_starter(
         session: directory and token.
         control_address, tcp_address: where engine cores find the launcher, on this host and from others.
         keys: of the session; None: there is no network.
+        cluster: where Ray places all ranks; becomes the starter's own. None: nodes join by themselves.
 
     Raises:
         ConfigError: the token file cannot be used, or there is no such interface or address.
@@ -58,5 +83,10 @@ def make_starter(
         stall_timeout=config.faults.stall_timeout,
     )
     nodes = NodeDesk(NodeServer(secret, network), facts, time.monotonic())
+    if cluster is not None:
+        placement = config.parallel.placement or RayPlacement()
+        lone_for = max(_LONE_FOR, network.patience)
+        places = RayPlaces(cluster, placement, nodes.address, secret, lone_for)
+        return RayStarter(placement, places, nodes), nodes
     local = LocalStarter(session, control_address, network.local_ranks)
     return PlacedStarter(Placement(network.local_ranks), local, nodes.rooms, nodes.start), nodes

@@ -248,6 +248,8 @@ class Launcher:
         nodes = self._nodes
         if nodes is not None:
             watched[nodes.fd] = None
+        if self._starter.fd >= 0:
+            watched[self._starter.fd] = None
         may_begin = self._group.may_begin
         dues = [*(rank.due(may_begin) for rank in self._ranks), coordinator.due, self._scaler.due]
         if nodes is not None:
@@ -265,6 +267,7 @@ class Launcher:
         if nodes is not None:
             nodes.take_all(now)
             nodes.look(now)
+        self._starter.look([rank.rank for rank in self._ranks if rank.supervisor.alive or rank.process is not None])
         self._group.look(now)
         if cancel_fd is not None and cancel_fd in ready:
             self._cancel_fd = -1
@@ -354,6 +357,7 @@ class Launcher:
         """Gives everything back. Idempotent."""
         if self._nodes is not None:
             self._nodes.close(_LINGER_MS)
+        self._starter.close()
         self.desk.close()
         self._context.term()
         self._session.remove()

@@ -65,6 +65,7 @@ class Node:
         ranks: engine cores that it has room for.
         engine: the only engine that it is willing to run, as in `EngineConfig`; "": any.
         options: options that this engine must have.
+        lone_for: seconds without a head after which `run` ends; None: it tries for ever.
 
     Attributes:
         name: what people call it.
@@ -84,6 +85,7 @@ class Node:
         ranks: int = 1,
         engine: str = "",
         options: Mapping[str, Any] | None = None,
+        lone_for: float | None = None,
     ) -> None:
         self.name = name or socket.gethostname()
         self.joined = False
@@ -93,6 +95,7 @@ class Node:
         self._ranks = ranks
         self._engine = resolve_engine(engine) if engine else ""
         self._options = sendable_options(dict(options or {}))
+        self._lone_for = lone_for
         self._search_path = os.pathsep.join(search_path())
         self._stop = StopRequest()
         self._earlier: list[str] = []  # ids of lives that a head may still count on
@@ -108,7 +111,7 @@ class Node:
         self._stop.close()
 
     def run(self) -> None:
-        """Serves one head after the other until `stop`.
+        """Serves one head after the other until `stop`, or until none has been there for too long.
 
         Raises:
             ConfigError: a head has refused this node for what it is; the message says why.
@@ -118,7 +121,7 @@ class Node:
         pause = _FIRST_PAUSE
         self._silent_since = self._said_at = time.monotonic()
         try:
-            while not self._stop.count:
+            while not self._stop.count and not self._is_lone():
                 born = time.monotonic()
                 served = self._live(session)
                 # A head that takes it and loses it again and again is not to be troubled much.
@@ -128,6 +131,9 @@ class Node:
                     self._stop.wait(pause)
         finally:
             session.remove()
+
+    def _is_lone(self) -> bool:
+        return self._lone_for is not None and time.monotonic() - self._silent_since >= self._lone_for
 
     def _live(self, session: SessionDirectory) -> bool:
         """One life; whether it came to serve a head."""
@@ -179,6 +185,8 @@ class Node:
         )
         life.send(hello)
         deadline = time.monotonic() + _ANSWER_BOUND
+        if self._lone_for is not None:
+            deadline = min(deadline, self._silent_since + self._lone_for)
         while not self._stop.count and (left := deadline - time.monotonic()) > 0:
             life.wait([], left)
             for message in life.messages():

@@ -125,6 +125,14 @@ class NodeDesk:
         node.ranks[process.key] = process
         return process
 
+    def lose(self, name: str, what: str, word: str) -> None:
+        """Gives up the node of this name, if it is there: somebody knows that it "has died", say.
+
+        `word`: see `EngineDeadError.lost`.
+        """
+        for node in [node for node in self._nodes.values() if node.name == name]:
+            self._lose(node, what, word)
+
     @property
     def refused(self) -> dict[str, int]:
         """How many connections of strangers were turned away, by reason. For any thread."""
@@ -139,7 +147,7 @@ class NodeDesk:
         """Gives up who has been silent for too long, and says what is to be said again. Call it behind `take_all`."""
         for node in list(self._nodes.values()):
             if node.silence.listened(now):
-                self._lose(node, f"has been silent for {node.silence.seconds:.1f} s")
+                self._lose(node, f"has been silent for {node.silence.seconds:.1f} s", "silent")
         if now < self.due:
             return
         self.due = now + self._facts.interval
@@ -154,7 +162,7 @@ class NodeDesk:
         for node in self._nodes.values():
             self._tell(node, HeadLeaves(node.node_id))
             for process in node.ranks.values():
-                process.lose("its head has gone")
+                process.lose("its head has gone", "stopped")
         self._nodes.clear()
         if not self._closed:
             self._closed = True
@@ -190,7 +198,7 @@ class NodeDesk:
                 return
             for earlier in hello.replaces:
                 if earlier in self._nodes:
-                    self._lose(self._nodes[earlier], "had lost this head, and has joined again")
+                    self._lose(self._nodes[earlier], "had lost this head, and has joined again", "silent")
             facts = self._facts
             silence = Silence(facts.patience, facts.interval, now)
             known = _Node(hello.node_id, self._name(hello), hello.ranks, sender, silence)
@@ -238,7 +246,7 @@ class NodeDesk:
             for process in node.ranks.values():
                 process.node_leaves = message.reason
             if message.over:
-                self._lose(node, message.reason)
+                self._lose(node, message.reason, "stopped")
 
     def _on_rank(self, node: _Node, message: RankStarted | RankExited | RankProgress) -> None:
         process = node.ranks.get((message.rank, message.incarnation))
@@ -254,11 +262,11 @@ class NodeDesk:
         else:
             self.on_progress(message)
 
-    def _lose(self, node: _Node, what: str) -> None:
+    def _lose(self, node: _Node, what: str, word: str) -> None:
         del self._nodes[node.node_id]
         logger.log(logging.WARNING if node.ranks else logging.INFO, "node %s has gone: it %s", node.name, what)
         for process in node.ranks.values():
-            process.lose(f"its node {node.name} {what}")
+            process.lose(f"its node {node.name} {what}", word)
 
     def _by_peer(self, peer: bytes) -> _Node | None:
         return next((node for node in self._nodes.values() if node.peer == peer), None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outboard.launch.process import EngineProcess
-from outboard.launch.rank_process import NoRoom, RankProcess
+from outboard.launch.rank_process import NoRoom, RankProcess, RankStarter
 from outboard.protocol.environment import ChildEnvironment
 from outboard.transport.session import SessionDirectory
 
@@ -78,7 +78,7 @@ def _state_of(room: Room) -> str:
     return f"{room.taken} of {room.places} places taken"
 
 
-class LocalStarter:
+class LocalStarter(RankStarter):
     """Starts all ranks on this host.
 
     Args:
@@ -100,7 +100,7 @@ class LocalStarter:
         return EngineProcess.start({**os.environ, **env, **where.to_environ()}, self._session.path)
 
 
-class PlacedStarter:
+class PlacedStarter(RankStarter):
     """Starts a rank where the placement says.
 
     Args:

@@ -8,12 +8,17 @@ from collections.abc import Callable
 import msgspec
 
 from outboard.config import FaultConfig
-from outboard.errors import ConfigError, EngineDeadError, EngineStartupTimeout
+from outboard.errors import ConfigError, EngineDeadError, EngineStartupError, NoRoomError
 from outboard.launch.handshake import EngineHandshake, HandshakeState
-from outboard.launch.rank_process import NoRoom, RankProcess, RankStarter
+from outboard.launch.rank_process import NoRoom, RankProcess, RankStarter, Unplaceable
 from outboard.launch.startup import startup_failure, startup_timeout
 from outboard.launch.supervisor import RankSupervisor
-from outboard.protocol.control import EngineDeath, EngineState, EngineStatus, StallReport
+from outboard.protocol.control import (
+    EngineDeath,
+    EngineState,
+    EngineStatus,
+    StallReport,
+)
 from outboard.protocol.messages import ErrorReport, Init, Ready
 
 __all__ = ["EngineRank", "GroupFacts"]
@@ -91,6 +96,7 @@ class EngineRank:
         self._pid: int | None = None  # of the incarnation that runs, or ran last
         self.process: RankProcess | None = None
         self.waits = ""
+        self._told_of_wait = False
         self.peer = b""
         self.failure: ConfigError | EngineDeadError | None = None
 
@@ -155,9 +161,13 @@ class EngineRank:
         try:
             self.process = self._starter.start(self.rank, incarnation, self._env)
         except NoRoom as reason:
-            self._wait(str(reason), now)
+            self._wait(reason, now)
+            return
+        except Unplaceable as error:
+            self._wait_no_more(f"engine core rank {self.rank} cannot be started: {error}", now, error.error)
             return
         self.waits = ""
+        self._told_of_wait = False
         init = msgspec.structs.replace(self._init, incarnation=incarnation, joining=self.joining)
         if not self.joining:  # else it is told later
             init = msgspec.structs.replace(init, **msgspec.structs.asdict(self._group_facts()))
@@ -169,13 +179,15 @@ class EngineRank:
         self._ready = self._killed_by = self._reason = self._told = self._timed_out = None
         self._deadline = now + self._faults.startup_timeout
 
-    def _wait(self, reason: str, now: float) -> None:
+    def _wait(self, reason: NoRoom, now: float) -> None:
         """There is no room. The first incarnation waits no longer than it may take to start, others for ever."""
-        if not self.waits:
+        if not reason.on_its_way and not self._told_of_wait:
+            self._told_of_wait = True
             logger.warning("%s", reason)
+        if not self.waits:
             self._ready = None
             self._deadline = now + self._faults.startup_timeout if self.supervisor.is_first else None
-        self.waits = reason
+        self.waits = str(reason)
 
     def start_or_die(self, now: float) -> None:
         """As `start`; where no process is to be had, the incarnation has died."""
@@ -331,7 +343,9 @@ class EngineRank:
     def _on_deadline(self, now: float) -> None:
         if self.waits:
             seconds = f"{self._faults.startup_timeout:g} s"
-            self._wait_no_more(f"engine core rank {self.rank} was not started within {seconds}: {self.waits}", now)
+            self._wait_no_more(
+                f"engine core rank {self.rank} was not started within {seconds}: {self.waits}", now, NoRoomError
+            )
             return
         process = self.process
         assert process is not None  # there is no other deadline without one
@@ -344,14 +358,14 @@ class EngineRank:
         else:
             self.kill(now)
 
-    def _wait_no_more(self, reason: str, now: float) -> None:
+    def _wait_no_more(self, reason: str, now: float, error: type[EngineStartupError] = EngineStartupError) -> None:
         self.waits = ""
         self._deadline = None
         first = self.supervisor.is_first
         self._died_unstarted(reason, now)
         if first and self.supervisor.state is EngineState.DEAD:
             incarnation = self.supervisor.incarnation
-            self.failure = EngineStartupTimeout(reason, rank=self.rank, incarnation=incarnation, phase="start-up")
+            self.failure = error(reason, rank=self.rank, incarnation=incarnation, phase="start-up")
 
     def _died_unstarted(self, reason: str, now: float) -> None:
         error = EngineDeadError(reason, rank=self.rank, incarnation=self.supervisor.incarnation, phase="start-up")

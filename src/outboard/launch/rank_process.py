@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeVar
 
-from outboard.errors import EngineDeadError
+from outboard.errors import EngineDeadError, EngineStartupError
 from outboard.protocol.messages import Ready
 
-__all__ = ["NoRoom", "RankProcess", "RankStarter"]
+__all__ = ["NoRoom", "RankProcess", "RankStarter", "Unplaceable"]
 
 _E = TypeVar("_E", bound=EngineDeadError)
 
 
 class NoRoom(Exception):
-    """There is no place for this rank now; there may be one later. The text says what is missing."""
+    """There is no place for this rank now; there may be one later. The text says what is missing.
+
+    Args:
+        reason: the text.
+        on_its_way: whether one is being made, so that nobody needs to be told.
+    """
+
+    def __init__(self, reason: str, *, on_its_way: bool = False) -> None:
+        super().__init__(reason)
+        self.on_its_way = on_its_way
+
+
+class Unplaceable(Exception):
+    """There will be no place for this incarnation. The text says why.
+
+    Args:
+        reason: the text.
+        error: what to raise where it was to be the first.
+    """
+
+    def __init__(self, reason: str, error: type[EngineStartupError] = EngineStartupError) -> None:
+        super().__init__(reason)
+        self.error = error
 
 
 class RankProcess(Protocol):
@@ -57,12 +79,27 @@ class RankProcess(Protocol):
 
 
 class RankStarter(Protocol):
-    """Starts the processes of ranks."""
+    """Starts the processes of ranks.
+
+    Attributes:
+        fd: readable when `start` may have another answer than before; -1: nothing tells that.
+    """
+
+    fd: int = -1
 
     def start(self, rank: int, incarnation: int, env: Mapping[str, str]) -> RankProcess:
         """Starts an incarnation of a rank, with these environment variables of its own.
 
         Raises:
             NoRoom: there is no place for it now.
+            Unplaceable: there will be none.
             OSError: no process is to be had.
         """
+
+    def look(self, ranks: Collection[int]) -> None:
+        """To be called in every turn of the launcher: these ranks run, or are to. What others had is given back."""
+        return
+
+    def close(self) -> None:
+        """Gives all back. Bounded. Idempotent."""
+        return

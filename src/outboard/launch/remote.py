@@ -36,6 +36,7 @@ class RemoteProcess:
         node: name of the node.
         exited: how it ended, as the node told; None: it has not.
         lost: why nothing more will be heard of it; "": that is not so.
+        lost_as: the same in one word, see `EngineDeadError.lost`.
         node_leaves: why its node ends it, such as "is being stopped"; "": it does not.
     """
 
@@ -44,7 +45,7 @@ class RemoteProcess:
     ) -> None:
         self.node = node
         self.exited: RankExited | None = None
-        self.lost = ""
+        self.lost = self.lost_as = ""
         self.node_leaves = ""
         self._rank, self._incarnation = rank, incarnation
         self._env = env
@@ -121,6 +122,7 @@ class RemoteProcess:
         known = {"rank": self._rank, "incarnation": self._incarnation, "phase": phase, "pid": self._pid}
         known |= {"exit_code": self._exit_code, "stderr_tail": exited.stderr_tail if exited is not None else ""}
         known |= {f"remote_{name}": getattr(report, name) for name in ("type", "message", "traceback")}
+        known["lost"] = self.lost_as or ("stopped" if self.node_leaves and self._wanted is _Wanted.RUN else "")
         known |= facts
         if exited is not None and exited.failure:
             reason = reason or f"Engine core rank {self._rank} cannot be started on node {self.node}: {exited.failure}"
@@ -149,10 +151,10 @@ class RemoteProcess:
             self._pid = message.pid or self._pid
             self._tell_rank()
 
-    def lose(self, reason: str) -> None:
-        """Nothing more will be heard of it, for this reason: such as "its node has been silent for 10 s"."""
+    def lose(self, reason: str, word: str) -> None:
+        """Nothing more will be heard of it, for this reason: such as "its node has been silent for 10 s"; "silent"."""
         if not self.over:
-            self.lost = reason
+            self.lost, self.lost_as = reason, word
             self._tell_rank()
 
     def unanswered(self) -> list[Any]:

@@ -8,34 +8,17 @@ from concurrent.futures import Future
 
 from outboard.config import EngineConfig
 from outboard.dp.elastic import ScalePlan
-from outboard.dp.elastic_steps import (
-    Action,
-    Announce,
-    Drain,
-    Facts,
-    Kill,
-    Quiesce,
-    Reconfigure,
-    Resume,
-    Start,
-    Stop,
-)
 from outboard.errors import ConfigError, ScaleError, ScaleInProgressError, ScaleRolledBackError, UnsupportedError
 from outboard.launch.coordinator import CoordinatorKeeper
 from outboard.launch.desk import ControlDesk
 from outboard.launch.frontends import FrontEnd
 from outboard.launch.lockstep import LockstepGroup
 from outboard.launch.rank import EngineRank
-from outboard.protocol import control
-from outboard.protocol.control import (
+from outboard.launch.scale_work import ScaleWork
+from outboard.protocol.control import EngineState
+from outboard.protocol.scaling import (
     AbortScale,
     CommitScale,
-    Drained,
-    DrainRank,
-    EngineState,
-    Quiet,
-    Reconfigured,
-    ResumeRank,
     Scale,
     ScaleProgress,
     ScaleRefused,
@@ -97,30 +80,18 @@ class Scaler:
         self._config = config
         self._ranks = ranks
         self._group = group
-        self._coordinator = coordinator
         self._desk = desk
-        self._make_rank = make_rank
         self._started = started
         self._plan: ScalePlan | None = None
         self._order: ScaleOrder | None = None
         self._parked: ScaleOrder | None = None  # waits until an earlier one is rolled back
         self._told: ScaleProgress | None = None
-        self._next_incarnation: dict[int, int] = {}  # of ranks that have left
-        self._version = 0  # of what ranks were asked last
-        self._drain_version = 0
-        self._announced_version = 0
-        self._falls = 0
-        self._quiet: set[int] = set()
-        self._reconfigured: dict[int, str] = {}  # rank -> "", or why not
-        self._drained: set[int] = set()
+        self._work = ScaleWork(config, ranks, group, coordinator, desk, make_rank)
         desk.on_join = self._on_join
         desk.on_detach = self._on_detach
         desk.handle(Scale, self._on_scale)
         desk.handle(CommitScale, self._on_commit)
         desk.handle(AbortScale, self._on_abort)
-        desk.handle(Quiet, self._on_quiet)
-        desk.handle(Reconfigured, self._on_reconfigured)
-        desk.handle(Drained, self._on_drained)
 
     @property
     def due(self) -> float | None:
@@ -130,9 +101,9 @@ class Scaler:
     def look(self, now: float) -> None:
         """Goes on as far as it can; to be called whenever anything has changed."""
         while self._plan is not None:
-            actions = self._plan.advance(self._facts(self._plan), now)
+            actions = self._plan.advance(self._work.facts(self._plan), now)
             for action in actions or ():
-                self._do(action, now)
+                self._work.do(action, now)
             self._tell()
             if self._plan.over:
                 self._end(now)
@@ -247,147 +218,6 @@ class Scaler:
         order = self._order
         return order is not None and order.front_end is front_end and order.scale.call == call
 
-    # --- what ranks answer ---
-
-    def _on_quiet(self, sender: bytes, answer: Quiet) -> None:
-        if self._is_answer(sender, answer, self._version):
-            self._quiet.add(answer.rank)
-
-    def _on_reconfigured(self, sender: bytes, answer: Reconfigured) -> None:
-        if self._is_answer(sender, answer, self._version):
-            self._reconfigured[answer.rank] = answer.error
-
-    def _on_drained(self, sender: bytes, answer: Drained) -> None:
-        if self._is_answer(sender, answer, self._drain_version):
-            self._drained.add(answer.rank)
-
-    def _is_answer(self, sender: bytes, answer: Quiet | Reconfigured | Drained, version: int) -> bool:
-        known = self._desk.is_rank(sender, answer.rank, answer.session_token)
-        return known and self._plan is not None and answer.version == version
-
-    # --- how things stand ---
-
-    def _facts(self, plan: ScalePlan) -> Facts:
-        ready, ended = set(), set()
-        for rank in self._ranks:
-            if rank.is_ready and rank.supervisor.state in (EngineState.READY, EngineState.STALLED):
-                ready.add(rank.rank)
-            elif rank.process is None and rank.supervisor.state in _ENDED:
-                ended.add(rank.rank)
-        unconnected = self._unconnected(plan) if plan.up else ""
-        unheard = self._unacknowledged()
-        return Facts(
-            ready=frozenset(ready),
-            ended=frozenset(ended | set(range(len(self._ranks), max(plan.old_size, plan.new_size)))),
-            connected=not unconnected,
-            acknowledged=not unheard,
-            fallen=self._group.falls != self._falls,
-            quiet=frozenset(self._quiet),
-            drained=frozenset(self._drained),
-            reconfigured=frozenset(rank for rank, error in self._reconfigured.items() if not error),
-            deaths={rank.rank: rank.death for rank in self._ranks if rank.rank in ended},
-            refused={rank: error for rank, error in self._reconfigured.items() if error},
-            waiting_for=unconnected or unheard,
-            no_room={rank.rank: rank.waits for rank in self._ranks if rank.waits},
-        )
-
-    def _unconnected(self, plan: ScalePlan) -> str:
-        """Who is not connected to all that come; "": all are."""
-        missing = []
-        if self._coordinator.wanted and self._coordinator.place is None:
-            missing.append("the coordinator")
-        if self._config.parallel.balancing == "internal":  # else a front end has nothing to do with new ranks
-            coming = [self._ranks[rank] for rank in plan.coming if rank < len(self._ranks)]
-            missing += [
-                f"front end {one.client_index}" for one in self._desk.front_ends if not one.is_attached_to(coming)
-            ]
-        return ", ".join(missing)
-
-    def _unacknowledged(self) -> str:
-        version = self._announced_version
-        missing = [f"front end {one.client_index}" for one in self._desk.front_ends if one.acknowledged < version]
-        if self._coordinator.place is not None and self._desk.coordinator_acknowledged < version:
-            missing.append("the coordinator")
-        return ", ".join(missing)
-
-    # --- what is to be done ---
-
-    def _do(self, action: Action, now: float) -> None:
-        match action:
-            case Start():
-                self._start(action, now)
-            case Announce():
-                self._announce(action.size, now)
-            case Drain():
-                self._drain_version = self._next_version()
-                self._drained.clear()
-                self._falls = self._group.falls
-                self._ask(action.ranks, DrainRank(self._drain_version))
-            case Quiesce():
-                self._quiet.clear()
-                self._falls = self._group.falls
-                self._ask(action.ranks, control.Quiesce(self._next_version()))
-            case Reconfigure():
-                self._reconfigure(action)
-            case Resume():
-                self._ask(action.ranks, ResumeRank(self._next_version()))
-            case Stop():
-                for rank in self._of(action.ranks):
-                    rank.stop(now, self._config.faults.shutdown_timeout)
-            case Kill():
-                for rank in self._of(action.ranks):
-                    self._kill(rank, action.reason, now)
-
-    def _start(self, action: Start, now: float) -> None:
-        size = action.ranks.stop
-        parallel = self._config.parallel
-        if size > 1 and parallel.client_count > 1 and not self._coordinator.wanted:
-            self._coordinator.start(now)
-        for number in action.ranks:
-            rank = self._make_rank(number, size, self._next_incarnation.get(number, 0))
-            self._ranks.append(rank)
-            rank.start_or_die(now)
-
-    def _announce(self, size: int, now: float) -> None:
-        coming = self._ranks[self._desk.members : size]
-        self._group.size = size
-        self._group.add(coming)
-        self._announced_version = self._desk.announce(size)
-        for rank in self._ranks[size:]:
-            self._leave(rank, now)
-
-    def _leave(self, rank: EngineRank, now: float) -> None:
-        before = rank.supervisor.state
-        rank.leave(now)
-        if rank.supervisor.state is not before:  # it was between two incarnations
-            self._desk.publish(rank)
-
-    def _kill(self, rank: EngineRank, reason: str, now: float) -> None:
-        if rank.rank >= self._desk.members:
-            self._leave(rank, now)
-        rank.kill(now, f"Engine core rank {rank.rank} (pid {rank.pid}) {reason}")
-
-    def _reconfigure(self, action: Reconfigure) -> None:
-        self._reconfigured.clear()
-        message = control.Reconfigure(self._next_version(), action.size)
-        if self._group.lockstep:
-            self._group.ranks = [rank for rank in self._group.ranks if rank.rank < action.size]
-            facts = self._group.renew(action.size)
-            message.group, message.first_coordinator = facts.group, facts.first_coordinator
-            message.step_sync_address, message.rendezvous = facts.step_sync_address, facts.rendezvous
-        self._ask(action.ranks, message)
-
-    def _ask(self, ranks: range, message: object) -> None:
-        for rank in self._of(ranks):
-            self._desk.tell_rank(rank, message)
-
-    def _of(self, numbers: range) -> list[EngineRank]:
-        return [self._ranks[number] for number in numbers if number < len(self._ranks)]
-
-    def _next_version(self) -> int:
-        self._version += 1
-        return self._version
-
     # --- the end ---
 
     def _tell(self) -> None:
@@ -400,7 +230,7 @@ class Scaler:
             plan.old_size,
             plan.new_size,
             plan.state,
-            plan.ranks(self._facts(plan)),
+            plan.ranks(self._work.facts(plan)),
             plan.reason,
         )
         if progress != self._told:
@@ -412,15 +242,8 @@ class Scaler:
         plan, told = self._plan, self._told
         assert plan is not None and told is not None
         size = plan.new_size if told.state is ScaleState.DONE else plan.old_size
-        for rank in self._ranks[size:]:
-            self._next_incarnation[rank.rank] = rank.supervisor.incarnation + 1
-        del self._ranks[size:]
-        self._group.ranks = [rank for rank in self._group.ranks if rank.rank < size]
-        self._desk.forget_above(size)
+        self._work.end(size)
         self._plan = None
-        self._quiet.clear()
-        self._reconfigured.clear()
-        self._drained.clear()
         level = logging.INFO if told.state is ScaleState.DONE and not told.reason else logging.WARNING
         what = f"from {plan.old_size} to {plan.new_size} ranks"
         logger.log(level, "the change %s is %s%s", what, told.state.value, f": {told.reason}" if told.reason else "")

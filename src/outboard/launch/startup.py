@@ -77,7 +77,8 @@ class InitMaker:
             dp_sync_timeout=parallel.dp_sync_timeout,
             elastic=parallel.elastic,
             joining=joining,
-            across_hosts=config.network is not None and config.network.local_ranks < size,
+            across_hosts=parallel.backend == "ray"
+            or (config.network is not None and config.network.local_ranks < size),
         )
 
 

@@ -29,7 +29,7 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        document |= {n: value for n, value in vars(record).items() if n not in _USUAL and n not in document}
+        document |= {name: value for name, value in _facts(record).items() if name not in document}
         if record.exc_info:
             document["exception"] = self.formatException(record.exc_info)
         try:
@@ -43,8 +43,12 @@ class _TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        facts = [f"{name}={value}" for name, value in vars(record).items() if name not in _USUAL]
-        return " ".join([text, *facts])
+        return " ".join([text, *(f"{name}={value}" for name, value in _facts(record).items())])
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    """What the event says of itself. Names with an underscore are notes of other libraries, such as Ray's."""
+    return {n: value for n, value in vars(record).items() if n not in _USUAL and not n.startswith("_")}
 
 
 def configure_logs(form: Literal["text", "json"], level: str) -> None:

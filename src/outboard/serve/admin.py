@@ -27,7 +27,10 @@ from outboard.errors import (
     UtilityError,
     UtilityTimeoutError,
 )
-from outboard.protocol.control import EngineState, ScaleProgress
+from outboard.protocol.control import EngineState
+from outboard.protocol.scaling import (
+    ScaleProgress,
+)
 from outboard.serve.api_servers import ApiServers
 from outboard.serve.app import error_response, json_response
 from outboard.serve.config import AdminConfig
