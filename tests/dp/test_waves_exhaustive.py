@@ -135,7 +135,8 @@ class Graph:
 
 
 # Unhindered, they take 20 s together, and the slow one 40 s.
-pytestmark = pytest.mark.timeout(180)
+# Without coverage, which takes twice the time and tells nothing that other tests of the same parts do not.
+pytestmark = [pytest.mark.timeout(180), pytest.mark.no_cover]
 
 BLOCKING, NOT_BLOCKING = True, False
 
