@@ -1,10 +1,11 @@
 """A whole lockstep group as one state machine: ranks, front ends, a coordinator, and what is on its way between them.
 
 Channels, each first in, first out: front end -> rank, rank -> coordinator, coordinator -> rank are reliable while both
-live; first-request notices and publications may be lost, repeated and late. The launcher tells ranks to rest, once all
-have said that they do it changes the group's size, and lets them go. A rank that has entered a collective (a
-reduction or a step) hears nothing until all ranks have entered it, and every rank leaves it in its own time. Where
-`blocking` is off, it does hear while it waits in a reduction.
+live. What a coordinator that died sent may still arrive, but not once the rank has reported to the next one: a rank
+reads one coordinator's socket at a time. First-request notices and publications may be lost, repeated and late. The
+launcher tells ranks to rest, once all have said that they do it changes the group's size, and lets them go. A rank that
+has entered a collective (a reduction or a step) hears nothing until all ranks have entered it, and every rank leaves it
+in its own time. Where `blocking` is off, it does hear while it waits in a reduction.
 
 An action is a tuple. `actions` lists those that are possible, `apply` performs one and checks what must always hold.
 """
@@ -230,6 +231,7 @@ class World:
             self._report(rank, waves.set_control(message, bool(rank.work)))
         elif isinstance(message, int):
             rank.coordinator = message
+            rank.inbox.pop("former", None)
             self._report(rank, waves.report())
         elif message[0] == "move":
             assert (waves.at_rest, rank.busy) == (True, False)

@@ -33,8 +33,9 @@ What has to hold, and what makes it hold:
   is told wakes all again. So whoever rests knows that nobody waits for it, whatever is still on its way: a notice, a
   `StartWave`, another coordinator. Pauses are another matter, and go on meanwhile as ever.
 
-Channels between rank and coordinator must be reliable and in order as long as both live. Requests carry no wave number:
-a rank that has work wakes and says so, whatever its front end believed.
+Channels between rank and coordinator must be reliable and in order as long as both live, and a rank hears one
+coordinator at a time: what an earlier one sent arrives before it reports to the next, or never. Requests carry no wave
+number: a rank that has work wakes and says so, whatever its front end believed.
 """
 
 from __future__ import annotations
