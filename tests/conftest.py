@@ -15,8 +15,8 @@ import msgspec
 import psutil
 import pytest
 
-from outboard.client import link
 from outboard.config import TransportConfig
+from outboard.launch import reach
 from support import SOCKETS, Run, children
 
 
@@ -27,7 +27,7 @@ def pytest_configure() -> None:
 
 
 _DEFAULT = TransportConfig().sockets
-_LISTEN = {name: getattr(link, name) for name in ("listen_for_inputs", "listen_for_outputs")}
+_LISTEN = {name: getattr(reach, name) for name in ("listen_for_inputs", "listen_for_outputs")}
 
 
 def _with_chosen_sockets(listen: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,17 +45,17 @@ def _with_chosen_sockets(listen: Callable[..., Any]) -> Callable[..., Any]:
 def _chosen_sockets() -> Iterator[None]:
     """Clients of this process whose config does not choose take those of `support.SOCKETS`."""
     for name, listen in _LISTEN.items():
-        setattr(link, name, _with_chosen_sockets(listen))
+        setattr(reach, name, _with_chosen_sockets(listen))
     yield
     for name, listen in _LISTEN.items():
-        setattr(link, name, listen)
+        setattr(reach, name, listen)
 
 
 @pytest.fixture
 def as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data takes the sockets that the test's config says, whatever `support.SOCKETS` is."""
     for name, listen in _LISTEN.items():
-        monkeypatch.setattr(link, name, listen)
+        monkeypatch.setattr(reach, name, listen)
 
 
 @pytest.fixture

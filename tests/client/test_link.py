@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from outboard import EngineConfig, TransportConfig
-from outboard.client import link
 from outboard.client.link import Link
 from outboard.client.pending import PendingTable
 from outboard.client.receiver import Counters
 from outboard.config import Sockets
+from outboard.launch import reach
 from outboard.transport.sockets import make_context
 
 
@@ -28,7 +28,7 @@ def test_one_that_cannot_be_made_leaves_nothing(
     def refuse(*args: Any) -> Any:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(link, f"listen_for_{way}", refuse)
+    monkeypatch.setattr(reach, f"listen_for_{way}", refuse)
     config = EngineConfig(engine="echo", transport=TransportConfig(sockets=sockets))
     status: Any = SimpleNamespace(rank=0, incarnation=0, node="")
     listener: Any = None

@@ -53,10 +53,7 @@ class EngineListener:
         self._membership.kill_later(_EXIT_GRACE, status, reason, report)
 
     def on_broken(self, rank: int, reason: str) -> None:
-        status = self._membership.roster.statuses[rank]
-        if (
-            self._owner or status.node
-        ):  # a connection between hosts can break for itself: the next incarnation has another
+        if self._owner or self._membership.links[rank].breaks_alone:
             self._membership.kill(rank, reason)
         else:  # others may be served well
             self._membership.fail(EngineDeadError(reason, rank=rank))

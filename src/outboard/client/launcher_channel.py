@@ -10,9 +10,9 @@ import msgspec
 
 from outboard.client.driver import Driver
 from outboard.client.receiver import Counters
-from outboard.client.stall import process_ended
 from outboard.errors import EngineDeadError, ProtocolError
 from outboard.launch.group import EngineAddresses
+from outboard.launch.signs import process_ended
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.control import (
     Attached,

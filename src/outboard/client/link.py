@@ -7,20 +7,15 @@ import secrets
 from collections.abc import Callable
 
 from outboard.client.driver import Driver, Timer
-from outboard.client.node_stall import NodeStallWatch
 from outboard.client.pending import PendingTable
 from outboard.client.receiver import Counters, Listener, Receiver
 from outboard.client.sender import Sender
-from outboard.client.stall import StallWatch
 from outboard.config import EngineConfig
+from outboard.launch.reach import StallWatch, reach
 from outboard.protocol.codec import MsgpackEncoder
-from outboard.protocol.control import Attach, EngineStatus, identity_of
-from outboard.protocol.shm_pair import SharedMemory
-from outboard.transport.inputs import InputSender, listen_for_inputs
+from outboard.protocol.control import Attach, EngineStatus
 from outboard.transport.outbox import Outbox
-from outboard.transport.outputs import OutputReader, listen_for_outputs
 from outboard.transport.sockets import ZmqContext
-from outboard.transport.tcp import listen_by_tcp
 
 __all__ = ["LONGEST", "QUIET", "Link"]
 
@@ -80,12 +75,14 @@ class Link:
         self._pending = pending
         self._listener = listener
         self._counters = counters
-        # No memory is shared between hosts.
-        self._memory = SharedMemory.offer(0 if status.node else transport.shared_memory_limit)
+        self._reach = reach(status, config)
+        self._memory = self._reach.offer_memory(transport.shared_memory_limit)
         encoder = MsgpackEncoder(transport.inline_bytes, transport.shared_memory_bytes, self._memory.pool)
         self.receiver = Receiver(pending, status.rank, self.epoch, listener, counters)
         try:
-            self.inputs, self._outputs = self._listen(config, context, directory, call_later)
+            self.inputs, self._outputs = self._reach.listen(
+                context, directory, self.epoch, call_later, self.receiver.on_message, self._on_end, counters.drop
+            )
         except BaseException:
             self._memory.close()
             raise
@@ -105,31 +102,7 @@ class Link:
         self._end_timer: Timer | None = None
         self._deadline = 0.0
         self._done: Callable[[], None] | None = None
-        self.stall: StallWatch | NodeStallWatch | None = None
-
-    def _listen(
-        self,
-        config: EngineConfig,
-        context: ZmqContext,
-        directory: str,
-        call_later: Callable[[float, Callable[[], None]], object],
-    ) -> tuple[InputSender, OutputReader]:
-        status, transport, on_message = self.status, config.transport, self.receiver.on_message
-        identity = identity_of(status.rank, status.incarnation)
-        if status.node:
-            assert config.network is not None  # or there would be no nodes
-            return listen_by_tcp(context, config.network, transport, identity, call_later, on_message, self._on_lost)
-        outputs = listen_for_outputs(
-            context, directory, self.epoch, transport, on_message, self._on_outputs_end, self._on_stranger
-        )
-        try:
-            inputs = listen_for_inputs(
-                context, directory, self.epoch, identity, transport, call_later, self._on_closed, self._on_stranger
-            )
-        except BaseException:
-            outputs.close()
-            raise
-        return inputs, outputs
+        self.stall: StallWatch | None = None
 
     def invitation(self) -> Attach:
         """What the launcher is asked to tell the engine core."""
@@ -147,12 +120,10 @@ class Link:
         if not connected:
             self.receiver.give_up("the engine core said that it had connected, and had not")
             return False
-        if not self.status.node:
-            self._memory.attach(self.status.pid)
-            self.receiver.set_reader(self._memory.reader)
+        self._memory.attach(self.status.pid)
+        self.receiver.set_reader(self._memory.reader)
         try:
-            watch = NodeStallWatch if self.status.node else StallWatch
-            self.stall = watch(self.status, self._slot, self._stall_timeout)
+            self.stall = self._reach.watch(self._slot, self._stall_timeout)
         except (OSError, ValueError) as error:  # it is dying just now, or hides its descriptors
             logger.info("engine core rank %d cannot be watched for stalls: %s", self.status.rank, error)
         self.attached = True
@@ -192,6 +163,11 @@ class Link:
         return self.stall is not None and self.stall.is_dead
 
     @property
+    def breaks_alone(self) -> bool:
+        """Whether its connection can break while both ends are well."""
+        return self._reach.breaks_alone
+
+    @property
     def ending(self) -> bool:
         """Whether the engine core has ended, and what it had sent is being taken."""
         return self._done is not None
@@ -215,35 +191,15 @@ class Link:
         self._outputs.close()
         self.inputs.close()
 
-    def _on_outputs_end(self, wrong: str) -> None:
-        if wrong:
-            self._counters.drop("broken connection", wrong)
-            self.receiver.give_up(f"the engine core sent what is no message: {wrong}")
-        else:
-            self._on_closed()
-
-    def _on_lost(self, wrong: str) -> None:
+    def _on_end(self, wrong: str) -> None:
         if wrong:
             self.receiver.give_up(wrong)
-        else:
-            self._on_closed()
-
-    def _on_closed(self) -> None:
-        if self._driver is not None and not self.ending and self._end_timer is None:
+        elif self._driver is not None and not self.ending and self._end_timer is None:
             self._end_timer = self._driver.call_later(_END_TOLD, self._end_not_told)
 
     def _end_not_told(self) -> None:
-        if self.ending or self.receiver.ended:
-            return
-        node = self.status.node
-        self.receiver.give_up(
-            f"the connection to the engine core on node {node} has ended, and nobody tells why"
-            if node
-            else "the engine core has closed its connection, and goes on"
-        )
-
-    def _on_stranger(self, what: str) -> None:
-        self._counters.drop("stranger", what)
+        if not self.ending and not self.receiver.ended:
+            self.receiver.give_up(self._reach.unexplained_end)
 
     def _wait_for_quiet(self, driver: Driver) -> None:
         self._timer = driver.call_later(QUIET, self._look_again, driver, self._counters.received)

@@ -16,7 +16,6 @@ from outboard.client.engine_listener import EngineListener
 from outboard.client.launcher_channel import FromLauncher, LauncherChannel
 from outboard.client.link import Link
 from outboard.client.moves import Moves
-from outboard.client.node_stall import NodeStallWatch
 from outboard.client.pending import PendingTable
 from outboard.client.progress_watch import ProgressWatch
 from outboard.client.receiver import Counters
@@ -296,7 +295,7 @@ class Membership:
             self._on_status(message)
         elif isinstance(message, EngineProgress):
             link = self.links.get(message.rank)
-            if link is not None and isinstance(link.stall, NodeStallWatch):
+            if link is not None and link.stall is not None:
                 link.stall.note(message)
         elif isinstance(message, Attached):
             self._on_attached(message)
