@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import pytest
 
 from outboard._version import __version__
-from outboard.launch import node_ranks
-from outboard.launch.admission import HeadFacts
-from outboard.launch.node_life import NodeLife, StopRequest
-from outboard.launch.node_ranks import NodeRanks
-from outboard.launch.nodes import NodeDesk
-from outboard.launch.remote import RemoteProcess
+from outboard.launch.nodes import ranks
+from outboard.launch.nodes.admission import HeadFacts
+from outboard.launch.nodes.desk import NodeDesk
+from outboard.launch.nodes.life import NodeLife, StopRequest
+from outboard.launch.nodes.ranks import NodeRanks
+from outboard.launch.nodes.remote import RemoteProcess
 from outboard.protocol.messages import PROTOCOL_VERSION
 from outboard.protocol.nodes import NodeHello, NodeWelcome, proof_of
 
@@ -162,7 +162,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def fake_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(node_ranks, "EngineProcess", Process)
+    monkeypatch.setattr(ranks, "EngineProcess", Process)
     Process.started, Process.alive = [], []
     yield
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from fake_head import BOUND, INTERVAL, PATIENCE, FakeHead, NodeProcess, all_gone, eventually, free_port
 
-from outboard.launch.node import Node
+from outboard.launch.nodes.node import Node
 from outboard.protocol.messages import Failed, Hello, Ready
 from outboard.protocol.nodes import (
     HeadLeaves,

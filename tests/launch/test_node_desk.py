@@ -12,9 +12,9 @@ import pytest
 
 from outboard._version import __version__
 from outboard.errors import EngineDeadError
-from outboard.launch.admission import HeadFacts
-from outboard.launch.nodes import NodeDesk
-from outboard.launch.remote import RemoteProcess
+from outboard.launch.nodes.admission import HeadFacts
+from outboard.launch.nodes.desk import NodeDesk
+from outboard.launch.nodes.remote import RemoteProcess
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.messages import PROTOCOL_VERSION, EngineInfo, ErrorReport, Ready
 from outboard.protocol.nodes import (

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from fake_head import eventually
 
-from outboard.launch.node_watch import RankWatch
+from outboard.launch.nodes.watch import RankWatch
 from outboard.protocol.nodes import WatchRank
 from outboard.protocol.progress import BUSY, IDLE
 

@@ -17,12 +17,12 @@ from outboard.cli.ray import ray_placement
 from outboard.config import NetworkConfig
 from outboard.launch.group import launch_engines
 from outboard.launch.head import with_network
-from outboard.launch.node import Node
+from outboard.launch.nodes.node import Node
 from outboard.launch.placement import Room
 from outboard.launch.rank_process import NoRoom, Unplaceable
-from outboard.launch.ray_facts import RayNode, actor_options, choose_node, describe, why_lost, why_pending
-from outboard.launch.ray_news import PlaceLost, PlaceMade, PlaceNews, PlacePending
-from outboard.launch.ray_starter import RayStarter
+from outboard.launch.ray.facts import RayNode, actor_options, choose_node, describe, why_lost, why_pending
+from outboard.launch.ray.news import PlaceLost, PlaceMade, PlaceNews, PlacePending
+from outboard.launch.ray.starter import RayStarter
 from outboard.transport.node_server import node_context
 
 
@@ -277,7 +277,7 @@ def test_an_actor_takes_the_whole_first_bundle() -> None:
 @pytest.mark.parametrize(
     ("text", "preempted", "what", "word"),
     [
-        ("...ModuleNotFoundError: No module named 'outboard.launch.ray_actor'", False, "not installed there", "actor"),
+        ("...ModuleNotFoundError: No module named 'outboard.launch.ray.actor'", False, "not installed there", "actor"),
         (
             "The actor died.\nThe actor died because its node has died. Node Id: f4\n\tthe actor's node was terminated "
             "expectedly: received SIGTERM",
@@ -397,7 +397,7 @@ def test_a_node_without_a_head_ends_where_nobody_would_end_it() -> None:
 
 LONE_ACTOR = """
 import time
-from outboard.launch import ray_actor
+from outboard.launch.ray import actor as ray_actor
 
 ray_actor._LINGER = 0.2
 actor = ray_actor.OutboardRank("tcp://127.0.0.1:1", "s" * 32, "lone", 0.1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outboard.launch.silence import Silence
+from outboard.launch.nodes.silence import Silence
 
 
 def test_a_peer_that_says_nothing_is_lost_after_the_patience() -> None:

@@ -13,7 +13,7 @@ import typer
 from outboard.cli.network import head_address, secret_of
 from outboard.cli.options import exit_status, parse_options
 from outboard.errors import ConfigError
-from outboard.launch.node import Node
+from outboard.launch.nodes.node import Node
 from outboard.transport.curve import new_token_file
 from outboard.transport.node_server import node_context
 

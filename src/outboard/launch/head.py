@@ -8,13 +8,13 @@ import time
 import msgspec
 
 from outboard.config import EngineConfig, NetworkConfig, RayPlacement
-from outboard.launch.admission import HeadFacts
-from outboard.launch.nodes import NodeDesk
+from outboard.launch.nodes.admission import HeadFacts
+from outboard.launch.nodes.desk import NodeDesk
 from outboard.launch.placement import LocalStarter, PlacedStarter, Placement
 from outboard.launch.rank_process import RankStarter
-from outboard.launch.ray_cluster import RayCluster
-from outboard.launch.ray_places import RayPlaces
-from outboard.launch.ray_starter import RayStarter
+from outboard.launch.ray.cluster import RayCluster
+from outboard.launch.ray.places import RayPlaces
+from outboard.launch.ray.starter import RayStarter
 from outboard.launch.startup import InitMaker, sendable_options
 from outboard.transport.curve import SessionKeys, read_token_file
 from outboard.transport.node_server import NodeServer

@@ -21,7 +21,7 @@ from outboard.launch.coordinator import CoordinatorKeeper
 from outboard.launch.desk import ControlDesk
 from outboard.launch.frontends import FrontEnd
 from outboard.launch.lockstep import LockstepGroup
-from outboard.launch.nodes import NodeDesk
+from outboard.launch.nodes.desk import NodeDesk
 from outboard.launch.rank import EngineRank
 from outboard.launch.rank_process import RankStarter
 from outboard.launch.scaler import ScaleOrder, Scaler

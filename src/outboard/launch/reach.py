@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from outboard.config import EngineConfig
-from outboard.launch.node_stall import NewsStallWatch
+from outboard.launch.nodes.stall import NewsStallWatch
 from outboard.launch.stall import PageStallWatch
 from outboard.protocol.control import EngineProgress, EngineStatus, StallReport, identity_of
 from outboard.protocol.shm_pair import SharedMemory

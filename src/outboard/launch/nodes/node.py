@@ -21,8 +21,8 @@ from typing import Any
 from outboard._version import __version__
 from outboard.engines.registry import resolve_engine
 from outboard.errors import ConfigError
-from outboard.launch.node_life import STOPPED, NodeLife, StopRequest
-from outboard.launch.node_ranks import NodeRanks
+from outboard.launch.nodes.life import STOPPED, NodeLife, StopRequest
+from outboard.launch.nodes.ranks import NodeRanks
 from outboard.launch.startup import search_path, sendable_options
 from outboard.protocol.messages import PROTOCOL_VERSION
 from outboard.protocol.nodes import (

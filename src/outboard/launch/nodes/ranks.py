@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from outboard.launch.node_watch import RankWatch
+from outboard.launch.nodes.watch import RankWatch
 from outboard.launch.process import EngineProcess
 from outboard.protocol.environment import ChildEnvironment
 from outboard.protocol.nodes import (

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from outboard.config import RayPlacement
-from outboard.launch.ray_actor import OutboardRank
-from outboard.launch.ray_cluster import RayCluster
-from outboard.launch.ray_facts import RayNode, actor_options, choose_node, why_lost, why_pending
-from outboard.launch.ray_news import PlaceLost, PlaceMade, PlaceNews, PlacePending
+from outboard.launch.ray.actor import OutboardRank
+from outboard.launch.ray.cluster import RayCluster
+from outboard.launch.ray.facts import RayNode, actor_options, choose_node, why_lost, why_pending
+from outboard.launch.ray.news import PlaceLost, PlaceMade, PlaceNews, PlacePending
 from outboard.launch.thread_signals import leave_signals_to_main
 
 __all__ = ["RayPlaces"]

@@ -18,8 +18,8 @@ from outboard.config import RayPlacement
 from outboard.errors import EngineStartupError, NoRoomError
 from outboard.launch.placement import Room
 from outboard.launch.rank_process import NoRoom, RankProcess, RankStarter, Unplaceable
-from outboard.launch.ray_facts import describe
-from outboard.launch.ray_news import PlaceLost, PlaceMade, PlaceNews, PlacePending
+from outboard.launch.ray.facts import describe
+from outboard.launch.ray.news import PlaceLost, PlaceMade, PlaceNews, PlacePending
 
 __all__ = ["Nodes", "Places", "RayStarter"]
 

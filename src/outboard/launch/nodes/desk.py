@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import msgspec
 
 from outboard.errors import ProtocolError
-from outboard.launch.admission import HeadFacts, refusal_of
+from outboard.launch.nodes.admission import HeadFacts, refusal_of
+from outboard.launch.nodes.remote import RemoteProcess
+from outboard.launch.nodes.silence import Silence
 from outboard.launch.placement import Room
-from outboard.launch.remote import RemoteProcess
-from outboard.launch.silence import Silence
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.nodes import (
     FromNode,

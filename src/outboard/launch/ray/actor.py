@@ -1,4 +1,4 @@
-"""What Ray runs for each rank: an actor with a node (node.py) of one place.
+"""What Ray runs for each rank: an actor with a node (nodes/node.py) of one place.
 
 Ray imports this module on the cluster's nodes, so they need the same Outboard as the head.
 """
@@ -10,7 +10,7 @@ import threading
 import time
 
 from outboard.errors import OutboardError
-from outboard.launch.node import Node
+from outboard.launch.nodes.node import Node
 from outboard.launch.thread_signals import leave_signals_to_main
 from outboard.transport.node_server import node_context
 

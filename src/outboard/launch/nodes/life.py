@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from outboard.errors import ProtocolError
-from outboard.launch.node_ranks import NodeRanks
-from outboard.launch.silence import Silence
+from outboard.launch.nodes.ranks import NodeRanks
+from outboard.launch.nodes.silence import Silence
 from outboard.protocol.codec import MsgpackDecoder
 from outboard.protocol.nodes import (
     FromHead,
