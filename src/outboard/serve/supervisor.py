@@ -66,7 +66,11 @@ class Supervisor:
         self._cut = 0
 
     async def __aenter__(self) -> Supervisor:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.shutdown()
+            raise
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
