@@ -1,10 +1,11 @@
 """Many streams at once over an engine that costs nothing: tokens a second and CPU time a token.
 
-Three designs take turns in one run, so that whatever else the machine does meets them alike:
+Four designs take turns in one run, so that whatever else the machine does meets them alike:
 
     streams   `AsyncLLM.generate`, one reader a stream
     columns   `AsyncMPClient.get_output_async`, one reader of whole messages
     plain     the plain design of `benchmarks.baselines.plain`, one reader a stream
+    bare      the floor, `benchmarks.baselines.bare`: a list of tokens a step, and one callback that counts them
 
 in three modes: free (the engine is at most 64 steps ahead of the readers), windowed (2 steps), paced (a step every
 5 ms). All requests are in before the engine takes its first step; what is measured begins there and ends with the last
@@ -24,6 +25,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from benchmarks.baselines.bare import BareClient
 from benchmarks.baselines.plain import PlainClient
 from benchmarks.measure import Fifo, Span, settled, show, spread, write_json
 from benchmarks.plots import add_outputs, bars
@@ -142,6 +144,18 @@ async def run_plain(job: Job, fifo: Fifo) -> Outcome:
         return await read_streams(job, fifo, client.pid, lambda max_tokens: client.generate(PROMPT, max_tokens))
 
 
+async def run_bare(job: Job, fifo: Fifo) -> Outcome:
+    """The floor."""
+    engine = options(job, fifo)
+    del engine["start_after"]
+    meter = Meter(job, fifo)
+    with BareClient(job.streams, job.steps, **engine) as client:
+        await settled(client.pid)
+        with Span(client.pid) as span:
+            await client.read(meter.took)
+    return span, meter
+
+
 async def run_columns(job: Job, fifo: Fifo) -> Outcome:
     """`AsyncMPClient.get_output_async`, columns as they come."""
 
@@ -181,7 +195,10 @@ DESIGNS: dict[str, Callable[[Job, Fifo], Awaitable[Outcome]]] = {
     "plain": run_plain,
     "streams": run_streams,
     "columns": run_columns,
+    "bare": run_bare,
 }
+# Those that are not Outboard's, and know no choice of sockets.
+BASELINES = ("plain", "bare")
 
 
 def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -200,7 +217,7 @@ def measure(design: str, job: Job, loop: str) -> Sample:
         span, meter = runner.run(asyncio.wait_for(DESIGNS[design](job, fifo), 120))
     tokens = job.streams * job.steps
     return Sample(
-        design if design == "plain" else f"{design}, {job.outputs}",
+        design if design in BASELINES else f"{design}, {job.outputs}",
         job.mode,
         loop,
         tokens / span.wall,
@@ -264,7 +281,7 @@ def main() -> None:
     loops = ("default", "uvloop") if args.loop == "both" else (args.loop,)
     samples = []
     turns = [
-        (design, outputs) for design in args.designs for outputs in args.outputs[: 1 if design == "plain" else None]
+        (design, outputs) for design in args.designs for outputs in args.outputs[: 1 if design in BASELINES else None]
     ]
     for mode in args.modes:
         steps = min(args.steps, 120) if mode == "paced" else args.steps
