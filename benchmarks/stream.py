@@ -1,11 +1,12 @@
 """Many streams at once over an engine that costs nothing: tokens a second and CPU time a token.
 
-Four designs take turns in one run, so that whatever else the machine does meets them alike:
+Five designs take turns in one run, so that whatever else the machine does meets them alike:
 
     streams   `AsyncLLM.generate`, one reader a stream
     columns   `AsyncMPClient.get_output_async`, one reader of whole messages
     plain     the plain design of `benchmarks.baselines.plain`, one reader a stream
     bare      the floor, `benchmarks.baselines.bare`: a list of tokens a step, and one callback that counts them
+    woken     the floor with one reader a stream: that callback wakes a task for each
 
 in three modes: free (the engine is at most 64 steps ahead of the readers), windowed (2 steps), paced (a step every
 5 ms). All requests are in before the engine takes its first step; what is measured begins there and ends with the last
@@ -156,6 +157,41 @@ async def run_bare(job: Job, fifo: Fifo) -> Outcome:
     return span, meter
 
 
+async def run_woken(job: Job, fifo: Fifo) -> Outcome:
+    """The floor with a task a stream, which waits for a bare future."""
+    engine = options(job, fifo)
+    del engine["start_after"]
+    meter = Meter(job, fifo)
+    loop = asyncio.get_running_loop()
+    arrived = 0  # tokens of each stream: all get theirs together
+    waiters: dict[int, asyncio.Future[None]] = {}
+
+    def took(tokens: int) -> None:
+        nonlocal arrived
+        arrived += tokens // job.streams
+        for waiter in waiters.values():
+            waiter.set_result(None)
+        waiters.clear()
+
+    async def read(number: int) -> None:
+        count = 0
+        while count < job.steps:
+            if count == arrived:
+                waiter = waiters[number] = loop.create_future()
+                await waiter
+            meter.took(arrived - count)
+            meter.wakes += 1
+            count = arrived
+
+    tasks = [asyncio.create_task(read(number)) for number in range(job.streams)]
+    with BareClient(job.streams, job.steps, **engine) as client:
+        await settled(client.pid)
+        with Span(client.pid) as span:
+            await client.read(took)
+            await asyncio.gather(*tasks)
+    return span, meter
+
+
 async def run_columns(job: Job, fifo: Fifo) -> Outcome:
     """`AsyncMPClient.get_output_async`, columns as they come."""
 
@@ -196,9 +232,10 @@ DESIGNS: dict[str, Callable[[Job, Fifo], Awaitable[Outcome]]] = {
     "streams": run_streams,
     "columns": run_columns,
     "bare": run_bare,
+    "woken": run_woken,
 }
 # Those that are not Outboard's, and know no choice of sockets.
-BASELINES = ("plain", "bare")
+BASELINES = ("plain", "bare", "woken")
 
 
 def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
