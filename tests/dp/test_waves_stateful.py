@@ -180,6 +180,24 @@ def test_a_group_that_restarts_in_a_pause_takes_no_step(size: int) -> None:
     assert not world.ranks[0].work
 
 
+def test_a_group_that_is_told_to_rest_before_it_has_heard_of_a_pause_takes_no_step() -> None:
+    """Drawn once: the change of size woke a rank of a restarted group, and then its work had it step."""
+    world = World(1, blocking=False)
+    world.apply(("pause",))
+    world.settle()
+    world.apply(("restart_group", 1))
+    world.apply(("rest",))
+    world.apply(("add", 0, 0))
+    world.apply(("let_go",))
+    world.settle()
+    world.check_rest()
+    assert world.ranks[0].work
+    world.apply(("resume",))
+    world.settle()
+    world.check_rest()
+    assert not world.ranks[0].work
+
+
 @pytest.mark.timeout(300)
 class TestWaves(Waves.TestCase):  # type: ignore[name-defined, misc]
     settings = settings(

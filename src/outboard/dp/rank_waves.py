@@ -27,8 +27,9 @@ class RankWaves:
             REDUCE: send(waves.reduced(reduce(waves.vote(engine.has_work())), engine.has_work()))
             STEP:   engine.step(...) or engine.execute_dummy_batch(); waves.stepped()
 
-    The first thing that it sends is `report()`, before it takes a request; and that again to each new coordinator. No
-    work wakes it before the coordinator has answered: a pause outlives the group, and it may not know of one.
+    The first thing that it sends is `report()`, before it takes a request; and that again to each new coordinator.
+    Before the coordinator has answered no work wakes it, and awake for another reason it asks for no step: a pause
+    outlives the group, and it may not know of one.
     Reports go to the coordinator, in order, *before* anything that may block. A reduction may block; one that does not
     lets messages be taken meanwhile. A rank of a restarted group gets a new object, as does one whose group has changed
     its size: that begins at rest.
@@ -142,7 +143,7 @@ class RankWaves:
 
     def vote(self, has_work: bool) -> Vote:
         """What to put into the reduction."""
-        return Vote(has_work, self.control, self.told_to_rest)
+        return Vote(has_work and self._informed, self.control, self.told_to_rest)
 
     def reduced(self, result: Vote, has_work: bool) -> RankReport | None:
         """A reduction is complete. Whether the wave is over follows from its result alone.
