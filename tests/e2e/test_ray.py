@@ -372,11 +372,15 @@ time.sleep(600)
 """
 
 
-def test_a_head_that_is_killed_leaves_nothing(ray: Ray) -> None:
+def with_this_module() -> dict[str, str]:
+    """Environment of a process that can import this module."""
     path = os.pathsep.join([os.path.dirname(__file__), *(entry for entry in sys.path if entry)])  # noqa: PTH120
-    env = {**os.environ, "PYTHONPATH": path}
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def test_a_head_that_is_killed_leaves_nothing(ray: Ray) -> None:
     argv = [sys.executable, "-c", HEAD, ray.cluster.address]
-    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as head:
+    with subprocess.Popen(argv, env=with_this_module(), stdout=subprocess.PIPE, text=True) as head:
         assert head.stdout is not None
         try:
             pids = [int(pid) for pid in head.stdout.readline().split()]
@@ -387,6 +391,80 @@ def test_a_head_that_is_killed_leaves_nothing(ray: Ray) -> None:
     until(lambda: not any(map(psutil.pid_exists, pids)), "the engine cores have ended")
     until(lambda: not any(actor.is_running() for actor in actors), "the actors have ended")
     until(lambda: not ray.actors() and not ray.groups(), "Ray has noticed")
+
+
+COPIES = """
+import asyncio, multiprocessing, os, sys
+import ray
+from test_ray import ALPHABET, mock, read
+from outboard import AsyncLLM
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+
+async def main():
+    async with AsyncLLM(mock(1)) as llm:
+        assert await read(llm, 3) == ALPHABET[:3]
+        pid = os.fork()
+        if pid == 0:
+            os._exit(7)
+        assert os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, pid, 0))[1]) == 7
+        process = multiprocessing.get_context("fork").Process(target=int)
+        process.start()
+        await asyncio.to_thread(process.join)
+        assert process.exitcode == 0
+        assert await read(llm, 30) == ALPHABET[:30]
+    print("served")
+
+asyncio.run(main())
+"""
+
+
+def test_forked_copies_of_the_head_that_leave_ray_alone_do_no_harm(ray: Ray) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COPIES, ray.cluster.address],
+        env=with_this_module(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "served\n"), done.stderr
+    until(lambda: not ray.actors() and not ray.groups(), "all room is given back")
+
+
+FORKED_HEAD = """
+import os, sys, time
+import ray
+from test_ray import mock
+from outboard import launch_engines
+from outboard.launch import head
+
+head._LONE_FOR = 0.5
+ray.init(address=sys.argv[1], log_to_driver=False)
+group = launch_engines(mock(1, patience=1.0))
+copy = os.fork()
+if copy == 0:
+    sys.stdin.read()
+    os._exit(0)
+print(copy, group.engines[0].pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_forked_copy_of_a_killed_head_does_not_keep_the_room(ray: Ray) -> None:
+    # The copy holds the head's connection to Ray, which so takes the head for alive.
+    argv = [sys.executable, "-c", FORKED_HEAD, ray.cluster.address]
+    env = with_this_module()
+    with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as head:
+        assert head.stdout is not None
+        try:
+            copy, engine = (int(pid) for pid in head.stdout.readline().split())
+        finally:
+            head.kill()
+        until(lambda: not psutil.pid_exists(engine), "the engine core has ended")
+        until(lambda: not ray.actors() and not ray.groups(), "the room is given back")
+        assert psutil.pid_exists(copy)
+    until(lambda: not psutil.pid_exists(copy), "the copy has ended")
 
 
 EMBEDDED = """

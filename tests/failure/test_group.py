@@ -272,7 +272,7 @@ def test_a_front_end_with_the_wrong_token_is_refused(group: EngineGroup, run: Ru
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_a_fork_of_the_front_end_exits_and_the_engine_lives(short_tmp: Path, loop: str) -> None:
-    # In a process of its own: what other tests have imported may not survive a fork.
+    # In a process of its own: copies of one that was connected to Ray, as for other tests, cannot run exit handlers.
     if loop == "uvloop":
         pytest.importorskip("uvloop")
     done = subprocess.run([sys.executable, "-c", FORK, loop], capture_output=True, text=True, timeout=60, check=False)

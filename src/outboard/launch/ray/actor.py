@@ -5,7 +5,9 @@ Ray imports this module on the cluster's nodes, so they need the same Outboard a
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import threading
 import time
 
@@ -18,6 +20,8 @@ __all__ = ["OutboardRank"]
 
 # Once its node is over whoever made the actor ends it. If nobody does in so long, seconds, it ends itself.
 _LINGER = 5.0
+# How long, seconds, it then tries to give its room back.
+_GIVING_BACK = 5.0
 
 
 class OutboardRank:
@@ -61,4 +65,19 @@ class OutboardRank:
         except (OutboardError, OSError) as error:
             self._failure = str(error)
         self._ended.set()
-        threading.Timer(_LINGER, os._exit, (0,)).start()
+        threading.Timer(_LINGER + _GIVING_BACK, os._exit, (0,)).start()
+        threading.Timer(_LINGER, _leave).start()
+
+
+def _leave() -> None:
+    """Gives back the room that this actor has, and ends it.
+
+    Ray takes back the room of a head that is gone, but does not see it go while a forked copy of it lives.
+    """
+    ray = sys.modules.get("ray")  # which has made this actor
+    try:
+        if ray is not None and ray.is_initialized():
+            groups = importlib.import_module("ray.util.placement_group")
+            groups.remove_placement_group(groups.get_current_placement_group())
+    finally:
+        os._exit(0)
