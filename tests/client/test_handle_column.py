@@ -101,4 +101,4 @@ def test_a_column_that_holds_no_handles_is_the_end() -> None:
     way.send([0])
     way.send(["a"])
     assert len(way.heard.messages) == 1
-    assert len(way.heard.broken) == 1 and "handles" in way.heard.broken[0]
+    assert len(way.heard.broken) == 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import msgspec
 
 from outboard.client.pending import PendingTable
-from outboard.errors import ProtocolError
 from outboard.protocol.messages import EngineCoreOutputs
 
 __all__ = ["HandleColumn", "ReceivedOutputs"]
@@ -36,20 +35,17 @@ class HandleColumn:
         self._ids: list[str | None] = []
         self._ids_as_of = -1  # `PendingTable.changes` for which the ids are right
 
-    def fill_in(self, message: ReceivedOutputs) -> None:
-        """Makes a list of the message's handles; messages share it.
-
-        Raises:
-            ProtocolError: they are none.
-        """
+    def fill_in(self, message: ReceivedOutputs) -> bool:
+        """Makes a list of the message's handles, which messages share; False if they are none."""
         if message.handles != self._bytes:
             try:
                 self._handles = self._decode(message.handles)
-            except msgspec.MsgspecError as error:
-                raise ProtocolError(f"undecodable message: handles: {error}") from error
+            except msgspec.MsgspecError:
+                return False
             self._bytes = message.handles.copy()  # the message's own bytes are about to be overwritten
             self._ids_as_of = -1
         message.handles = self._handles  # type: ignore[assignment]
+        return True
 
     def request_ids(self) -> list[str | None]:
         """The user's ids at the last message's handles, None for what has ended; messages share the list."""

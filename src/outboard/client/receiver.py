@@ -152,8 +152,6 @@ class Receiver:
             return 0
         try:
             message = self._decoder.decode(body, aux)
-            if isinstance(message, EngineCoreOutputs):
-                self._handles.fill_in(message)
         except ProtocolError as error:
             self._on_undecodable(body, error)
             return 0
@@ -168,7 +166,7 @@ class Receiver:
                 f"messages {self._expected} to {message.sequence - 1} of the engine core were lost; "
                 "its outputs would have gaps, so it is given up"
             )
-        elif self._well_formed(message):
+        elif self._handles.fill_in(message) and self._well_formed(message):
             self._expected += 1
             self._accept(message)
             return max(len(message.handles), len(message.tokens))
