@@ -91,3 +91,27 @@ def test_tokens_merge_while_nobody_reads(run: Run) -> None:
             assert rest[0].finished
 
     run(main())
+
+
+def test_streams_come_and_go_between_messages_that_share_their_handles(run: Run) -> None:
+    async def main() -> None:
+        front_end = FrontEnd()
+        handles = [0, 1, 2]  # one list, as a client gives it out while an engine core's requests stay the same
+        streams = [front_end.stream(number) for number in handles]
+        readers = [asyncio.create_task(streams[number].__anext__()) for number in (0, 1)]
+        await asyncio.sleep(0)
+        front_end.say(handles, 10)  # 2 has not begun
+        for reader in readers:
+            assert (await reader).outputs[0].token_ids == [10]
+        late = asyncio.create_task(streams[2].__anext__())
+        await asyncio.sleep(0)
+        front_end.say(handles, 11)
+        assert (await late).outputs[0].token_ids == [11]
+        await streams[1].aclose()
+        front_end.say(handles, 12)
+        front_end.say(handles, 13, last=True)
+        rest = [[output.outputs[0] async for output in stream][-1] for stream in streams]
+        assert [output.token_ids for output in rest] == [[11, 12, 13], [11], [12, 13]]
+        assert [output.finish_reason for output in rest] == ["length", "abort", "length"]
+
+    run(main())

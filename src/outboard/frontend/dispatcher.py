@@ -16,6 +16,7 @@ from outboard.client.delivery import FailedOutputs
 from outboard.engine.core import Tokenizer
 from outboard.errors import EngineDeadError, OutboardError, SlowReaderError
 from outboard.frontend.slot import RequestState, Slot
+from outboard.frontend.slot_table import SlotTable
 from outboard.frontend.text import BatchDetokenizer
 from outboard.frontend.waiter import Waiter, WakeBatch
 from outboard.protocol.messages import EngineCoreOutputs, OutputExtras
@@ -54,7 +55,7 @@ class Dispatcher:
         self._detokenizer = BatchDetokenizer(tokenizer) if tokenizer is not None else None
         self._eos = frozenset(tokenizer.eos_token_ids) if tokenizer is not None else frozenset()
         self._stream_buffer_bytes = stream_buffer_bytes
-        self._slots: dict[int, Slot] = {}
+        self._slots = SlotTable()
         self.requests: dict[str, RequestState] = {}
         self.ended = asyncio.Event()
         self.failed = 0
@@ -63,7 +64,7 @@ class Dispatcher:
         """Enters a slot; its outputs may come from now on."""
         slot.handle = handle
         slot.open = True
-        self._slots[handle] = slot
+        self._slots.add(slot)
         request = slot.request
         if request.waiter is None and request.on_output is None:
             request.waiter = Waiter(self._loop, self._wake_batch)
@@ -93,9 +94,7 @@ class Dispatcher:
         woken: list[Waiter] = []
         texts: list[Slot] = []
         text_tokens: list[int] = []
-        get = self._slots.get
-        for handle, token in zip(message.handles, message.tokens, strict=True):
-            slot = get(handle)
+        for slot, token in zip(self._slots.find(message.handles), message.tokens, strict=True):
             if slot is None:
                 continue
             if slot.direct:
@@ -135,7 +134,7 @@ class Dispatcher:
             self._fail_some(message)
             return
         touched: dict[int, Slot] = {}
-        slots = [self._slots.get(handle) for handle in message.handles]
+        slots = self._slots.find(message.handles)
         start = 0
         for slot, count in zip(slots, message.counts or [1] * len(slots), strict=True):
             end = start + count
@@ -302,7 +301,7 @@ class Dispatcher:
 
     def _end(self, slot: Slot, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         slot.finish(reason, stop_reason)
-        del self._slots[slot.handle]
+        self._slots.pop(slot.handle)
         request = slot.request
         request.unfinished -= 1
         if not request.unfinished:
@@ -314,7 +313,7 @@ class Dispatcher:
 
     def _fail(self, request: RequestState, error: OutboardError) -> list[int]:
         """Ends a whole request with an error; the handles of completions that had not ended."""
-        running = [slot.handle for slot in request.slots if self._slots.pop(slot.handle, None) is not None]
+        running = [slot.handle for slot in request.slots if self._slots.pop(slot.handle) is not None]
         self.failed += 1
         self._forget(request)
         request.fail(error)
@@ -323,9 +322,8 @@ class Dispatcher:
     def _fail_some(self, message: FailedOutputs) -> None:
         """Ends the requests of which a completion was lost; where there were others, they are aborted."""
         assert message.cause is not None  # its maker gave it one
-        for handle in message.handles:
-            slot = self._slots.get(handle)
-            if slot is None:
+        for slot in self._slots.find(message.handles):
+            if slot is None or slot.handle not in self._slots:  # or another completion of its request was here before
                 continue
             request = slot.request
             self._abort_handles(self._fail(request, message.cause))
