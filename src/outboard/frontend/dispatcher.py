@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from outboard.client.delivery import FailedOutputs
 from outboard.engine.core import Tokenizer
 from outboard.errors import EngineDeadError, OutboardError, SlowReaderError
-from outboard.frontend.slot import RequestState, Slot
+from outboard.frontend.slot import OnText, RequestState, Slot
 from outboard.frontend.slot_table import SlotTable
 from outboard.frontend.text import BatchDetokenizer
 from outboard.frontend.waiter import Waiter, WakeBatch
@@ -87,14 +87,19 @@ class Dispatcher:
         if not isinstance(message, EngineCoreOutputs):
             self._fail_all(message)
             return
-        if message.counts is not None or message.finished is not None or message.extras is not None:
-            self._dispatch_rich(message)
+        if isinstance(message, FailedOutputs):
+            self._fail_some(message)
             return
+        slots = self._slots.find(message.handles)
+        apart: dict[Slot, OnText | None] = {}
+        if message.finished is not None or message.extras is not None:
+            apart = _set_apart(message, slots)
         touched: list[Slot] = []
         woken: list[Waiter] = []
         texts: list[Slot] = []
         text_tokens: list[int] = []
-        for slot, token in zip(self._slots.find(message.handles), message.tokens, strict=True):
+        by_token = slots if message.counts is None else _by_token(slots, message.counts)
+        for slot, token in zip(by_token, message.tokens, strict=True):
             if slot is None:
                 continue
             if slot.direct:
@@ -122,36 +127,23 @@ class Dispatcher:
                     woken.append(waiter)
         if woken:
             self._wake_batch.add(woken)
+        if message.extras is not None:
+            self._take_extras(message.extras, slots)
+        for position, reason, stop_reason in message.finished or ():
+            ended = slots[position]
+            if ended is not None and ended.finish_reason is None:
+                self._end(ended, reason, stop_reason)
+        for slot, on_text in apart.items():
+            slot.on_text = on_text
+            if not slot.fresh:  # no token came with what is told of it
+                touched.append(slot)
         if touched:
             self._advance(touched)
         if texts:
             self._advance_texts(texts, text_tokens)
 
-    # --- messages with more than one token each ---
-
-    def _dispatch_rich(self, message: EngineCoreOutputs) -> None:
-        if isinstance(message, FailedOutputs):
-            self._fail_some(message)
-            return
-        touched: dict[int, Slot] = {}
-        slots = self._slots.find(message.handles)
-        start = 0
-        for slot, count in zip(slots, message.counts or [1] * len(slots), strict=True):
-            end = start + count
-            if slot is not None and count:
-                slot.fresh += message.tokens[start:end]
-                touched[slot.handle] = slot
-            start = end
-        if message.extras is not None:
-            self._take_extras(message.extras, slots, touched)
-        for position, reason, stop_reason in message.finished or ():
-            slot = slots[position]
-            if slot is not None and slot.finish_reason is None:
-                touched[slot.handle] = slot
-                self._end(slot, reason, stop_reason)
-        self._advance(list(touched.values()))
-
-    def _take_extras(self, extras: OutputExtras, slots: list[Slot | None], touched: dict[int, Slot]) -> None:
+    @staticmethod
+    def _take_extras(extras: OutputExtras, slots: list[Slot | None]) -> None:
         for position, queue_time in extras.queue_times.items():
             if (slot := slots[position]) is not None and slot.request.metrics.queue_time is None:
                 slot.request.metrics.queue_time = queue_time
@@ -170,7 +162,6 @@ class Dispatcher:
         for position, result in extras.results.items():
             if (slot := slots[position]) is not None:
                 slot.add_result(result)
-                touched[slot.handle] = slot
 
     # --- what is done once a message ---
 
@@ -339,3 +330,28 @@ class Dispatcher:
             request.fail(error)
             if request.on_output is not None:
                 self._call_back(request)
+
+
+def _set_apart(message: EngineCoreOutputs, slots: list[Slot | None]) -> dict[Slot, OnText | None]:
+    """Slots of which the message tells more than tokens, with their `on_text`, to be put back: that is no mere text."""
+    positions = [position for position, _, _ in message.finished or ()]
+    if message.extras is not None:
+        positions += [*message.extras.logprobs, *message.extras.results]
+    apart: dict[Slot, OnText | None] = {}
+    for position in positions:
+        slot = slots[position]
+        if slot is not None and slot not in apart:
+            apart[slot] = slot.on_text
+            slot.on_text = None
+    return apart
+
+
+def _by_token(slots: list[Slot | None], counts: list[int]) -> list[Slot | None]:
+    """A slot for each token, of slots that have so many each."""
+    found: list[Slot | None] = []
+    for slot, count in zip(slots, counts, strict=True):
+        if count == 1:
+            found.append(slot)
+        else:
+            found += [slot] * count
+    return found
