@@ -45,6 +45,7 @@ class PendingTable:
         ranks: handle -> the rank that has the request, or `NO_RANK` while it waits for one.
         utility_results: call id -> the future that waits for the answer.
         call_ranks: call id -> the rank that is to answer.
+        changes: how many requests have been entered and forgotten.
     """
 
     def __init__(self, journal: Journal | None = None, load: LoadTable | None = None) -> None:
@@ -55,6 +56,7 @@ class PendingTable:
         self.ranks: dict[int, int] = {}
         self.utility_results: dict[int, CallFuture] = {}
         self.call_ranks: dict[int, int] = {}
+        self.changes = 0
         self._next_handle = 0
         self._next_call_id = 0
 
@@ -74,6 +76,7 @@ class PendingTable:
             )
         handle = self._next_handle
         self._next_handle += 1
+        self.changes += 1
         self.request_ids[handle] = request_id
         self.handles[request_id] = handle
         self.ranks[handle] = rank
@@ -95,6 +98,7 @@ class PendingTable:
         """Forgets a request; its id, or None if it is not known (any more)."""
         request_id = self.request_ids.pop(handle, None)
         if request_id is not None:
+            self.changes += 1
             del self.handles[request_id]
             rank = self.ranks.pop(handle)
             if self._load is not None and rank != NO_RANK:

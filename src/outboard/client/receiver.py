@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from outboard.client.handle_column import HandleColumn, ReceivedOutputs
 from outboard.client.pending import UTILITY_ERROR, PendingTable, _process_utility_output
 from outboard.errors import ProtocolError
 from outboard.protocol.codec import MsgpackDecoder
@@ -123,9 +124,9 @@ class Receiver:
         self._epoch = epoch
         self._listener = listener
         self._counters = counters
-        self._decoder: MsgpackDecoder[EngineCoreOutputs | EngineCoreDead] = MsgpackDecoder(
-            EngineCoreOutputs | EngineCoreDead
-        )
+        self._handles = HandleColumn(pending)
+        self._decoder: MsgpackDecoder[ReceivedOutputs | EngineCoreDead]
+        self.set_reader(None)
         self._heads: MsgpackDecoder[_Head] = MsgpackDecoder(_Head)
         self._expected = 0
         self.scheduler_stats = SchedulerStats()
@@ -133,7 +134,7 @@ class Receiver:
 
     def set_reader(self, reader: SlotReader | None) -> None:
         """For arrays that the engine core puts into shared memory; before its first message."""
-        self._decoder = MsgpackDecoder(EngineCoreOutputs | EngineCoreDead, reader)
+        self._decoder = MsgpackDecoder(ReceivedOutputs | EngineCoreDead, reader)
 
     def end(self) -> None:
         """The epoch is over: whatever still comes is ignored."""
@@ -165,7 +166,7 @@ class Receiver:
                 f"messages {self._expected} to {message.sequence - 1} of the engine core were lost; "
                 "its outputs would have gaps, so it is given up"
             )
-        elif self._well_formed(message):
+        elif self._handles.fill_in(message) and self._well_formed(message):
             self._expected += 1
             self._accept(message)
             return max(len(message.handles), len(message.tokens))
@@ -214,8 +215,7 @@ class Receiver:
         elif not message.handles:
             return
         if self._listener.needs_ids:
-            get = self._pending.request_ids.get
-            message.request_ids = [get(handle) for handle in message.handles]
+            message.request_ids = self._handles.request_ids()
         if self._journal is not None:
             self._journal.note(message)
         if message.finished:

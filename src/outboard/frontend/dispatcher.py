@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from outboard.client.delivery import FailedOutputs
 from outboard.engine.core import Tokenizer
 from outboard.errors import EngineDeadError, OutboardError, SlowReaderError
-from outboard.frontend.slot import RequestState, Slot
+from outboard.frontend.slot import OnText, RequestState, Slot
+from outboard.frontend.slot_table import SlotTable
 from outboard.frontend.text import BatchDetokenizer
 from outboard.frontend.waiter import Waiter, WakeBatch
 from outboard.protocol.messages import EngineCoreOutputs, OutputExtras
@@ -54,7 +55,7 @@ class Dispatcher:
         self._detokenizer = BatchDetokenizer(tokenizer) if tokenizer is not None else None
         self._eos = frozenset(tokenizer.eos_token_ids) if tokenizer is not None else frozenset()
         self._stream_buffer_bytes = stream_buffer_bytes
-        self._slots: dict[int, Slot] = {}
+        self._slots = SlotTable()
         self.requests: dict[str, RequestState] = {}
         self.ended = asyncio.Event()
         self.failed = 0
@@ -63,7 +64,7 @@ class Dispatcher:
         """Enters a slot; its outputs may come from now on."""
         slot.handle = handle
         slot.open = True
-        self._slots[handle] = slot
+        self._slots.add(slot)
         request = slot.request
         if request.waiter is None and request.on_output is None:
             request.waiter = Waiter(self._loop, self._wake_batch)
@@ -86,16 +87,19 @@ class Dispatcher:
         if not isinstance(message, EngineCoreOutputs):
             self._fail_all(message)
             return
-        if message.counts is not None or message.finished is not None or message.extras is not None:
-            self._dispatch_rich(message)
+        if isinstance(message, FailedOutputs):
+            self._fail_some(message)
             return
+        slots = self._slots.find(message.handles)
+        apart: dict[Slot, OnText | None] = {}
+        if message.finished is not None or message.extras is not None:
+            apart = _set_apart(message, slots)
         touched: list[Slot] = []
         woken: list[Waiter] = []
         texts: list[Slot] = []
         text_tokens: list[int] = []
-        get = self._slots.get
-        for handle, token in zip(message.handles, message.tokens, strict=True):
-            slot = get(handle)
+        by_token = slots if message.counts is None else _by_token(slots, message.counts)
+        for slot, token in zip(by_token, message.tokens, strict=True):
             if slot is None:
                 continue
             if slot.direct:
@@ -123,36 +127,23 @@ class Dispatcher:
                     woken.append(waiter)
         if woken:
             self._wake_batch.add(woken)
+        if message.extras is not None:
+            self._take_extras(message.extras, slots)
+        for position, reason, stop_reason in message.finished or ():
+            ended = slots[position]
+            if ended is not None and ended.finish_reason is None:
+                self._end(ended, reason, stop_reason)
+        for slot, on_text in apart.items():
+            slot.on_text = on_text
+            if not slot.fresh:  # no token came with what is told of it
+                touched.append(slot)
         if touched:
             self._advance(touched)
         if texts:
             self._advance_texts(texts, text_tokens)
 
-    # --- messages with more than one token each ---
-
-    def _dispatch_rich(self, message: EngineCoreOutputs) -> None:
-        if isinstance(message, FailedOutputs):
-            self._fail_some(message)
-            return
-        touched: dict[int, Slot] = {}
-        slots = [self._slots.get(handle) for handle in message.handles]
-        start = 0
-        for slot, count in zip(slots, message.counts or [1] * len(slots), strict=True):
-            end = start + count
-            if slot is not None and count:
-                slot.fresh += message.tokens[start:end]
-                touched[slot.handle] = slot
-            start = end
-        if message.extras is not None:
-            self._take_extras(message.extras, slots, touched)
-        for position, reason, stop_reason in message.finished or ():
-            slot = slots[position]
-            if slot is not None and slot.finish_reason is None:
-                touched[slot.handle] = slot
-                self._end(slot, reason, stop_reason)
-        self._advance(list(touched.values()))
-
-    def _take_extras(self, extras: OutputExtras, slots: list[Slot | None], touched: dict[int, Slot]) -> None:
+    @staticmethod
+    def _take_extras(extras: OutputExtras, slots: list[Slot | None]) -> None:
         for position, queue_time in extras.queue_times.items():
             if (slot := slots[position]) is not None and slot.request.metrics.queue_time is None:
                 slot.request.metrics.queue_time = queue_time
@@ -171,7 +162,6 @@ class Dispatcher:
         for position, result in extras.results.items():
             if (slot := slots[position]) is not None:
                 slot.add_result(result)
-                touched[slot.handle] = slot
 
     # --- what is done once a message ---
 
@@ -302,7 +292,7 @@ class Dispatcher:
 
     def _end(self, slot: Slot, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         slot.finish(reason, stop_reason)
-        del self._slots[slot.handle]
+        self._slots.pop(slot.handle)
         request = slot.request
         request.unfinished -= 1
         if not request.unfinished:
@@ -314,7 +304,7 @@ class Dispatcher:
 
     def _fail(self, request: RequestState, error: OutboardError) -> list[int]:
         """Ends a whole request with an error; the handles of completions that had not ended."""
-        running = [slot.handle for slot in request.slots if self._slots.pop(slot.handle, None) is not None]
+        running = [slot.handle for slot in request.slots if self._slots.pop(slot.handle) is not None]
         self.failed += 1
         self._forget(request)
         request.fail(error)
@@ -323,9 +313,8 @@ class Dispatcher:
     def _fail_some(self, message: FailedOutputs) -> None:
         """Ends the requests of which a completion was lost; where there were others, they are aborted."""
         assert message.cause is not None  # its maker gave it one
-        for handle in message.handles:
-            slot = self._slots.get(handle)
-            if slot is None:
+        for slot in self._slots.find(message.handles):
+            if slot is None or slot.handle not in self._slots:  # or another completion of its request was here before
                 continue
             request = slot.request
             self._abort_handles(self._fail(request, message.cause))
@@ -341,3 +330,28 @@ class Dispatcher:
             request.fail(error)
             if request.on_output is not None:
                 self._call_back(request)
+
+
+def _set_apart(message: EngineCoreOutputs, slots: list[Slot | None]) -> dict[Slot, OnText | None]:
+    """Slots of which the message tells more than tokens, with their `on_text`, to be put back: that is no mere text."""
+    positions = [position for position, _, _ in message.finished or ()]
+    if message.extras is not None:
+        positions += [*message.extras.logprobs, *message.extras.results]
+    apart: dict[Slot, OnText | None] = {}
+    for position in positions:
+        slot = slots[position]
+        if slot is not None and slot not in apart:
+            apart[slot] = slot.on_text
+            slot.on_text = None
+    return apart
+
+
+def _by_token(slots: list[Slot | None], counts: list[int]) -> list[Slot | None]:
+    """A slot for each token, of slots that have so many each."""
+    found: list[Slot | None] = []
+    for slot, count in zip(slots, counts, strict=True):
+        if count == 1:
+            found.append(slot)
+        else:
+            found += [slot] * count
+    return found

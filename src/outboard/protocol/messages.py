@@ -258,6 +258,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=0, gc=False):
         utility_output: answer to a utility call.
         wave_complete, start_wave: number of a data-parallel wave that ended, or is to start.
         request_ids: never sent; the user's id at each position, filled in by the client.
+
+    One that a client gives out may share `handles` and `request_ids` with the next: do not change them.
     """
 
     engine_index: int
@@ -279,6 +281,9 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=0, gc=False):
     def outputs(self) -> list[EngineCoreOutput]:
         """The columns as one object a request, in order. Requests that the client no longer knows are left out."""
         ids = self.request_ids or []
+        if self.counts is None and self.finished is None and self.extras is None:  # most messages
+            rows = zip(self.handles, ids, self.tokens, strict=True)
+            return [EngineCoreOutput(request_id, [token]) for _, request_id, token in rows if request_id is not None]
         counts = self.counts or [1] * len(self.handles)
         finished = {position: (reason, stop) for position, reason, stop in self.finished or ()}
         extras = self.extras or _NO_EXTRAS
