@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from serving import OUTBOARD, Server, ask, events, eventually, serving
-from support import Run
+from support import ONE_LOOP, Run
 
 MOCK = ("mock", "--option", "step_ms=2", "--option", "max_model_len=65536")
 LONG = {"prompt": "x", "max_tokens": 60_000, "stream": True}
@@ -195,7 +195,7 @@ def test_scaling_while_streams_run() -> None:
         assert "scale: DONE" in server.stderr()
 
 
-def test_drain(run: Run) -> None:
+def test_drain() -> None:
     with serving(*MOCK, "--shutdown-timeout", "20", admin=True) as server:
         asking = [Asking(server, {"prompt": "x", "max_tokens": 700, "stream": stream}) for stream in (True, False)]
         wait_until_running(server, 2)
@@ -298,6 +298,7 @@ async def _stream(host: str, port: int, leave_after: int | None) -> str:
     return b"".join(re.findall(rb'"text":"(\w*)"', data)).decode()
 
 
+@ONE_LOOP
 def test_many_streams_of_which_some_leave(run: Run) -> None:
     arguments = ("--api-server-count", "2", "--data-parallel-size", "2")
     draw = random.Random(7)
@@ -319,16 +320,16 @@ def test_many_streams_of_which_some_leave(run: Run) -> None:
 
 def test_a_slow_reader_costs_its_own_connection_only() -> None:
     arguments = ("--slow-reader-timeout", "1", "--log-level", "info")
-    with serving("mock", "--option", "step_ms=1", "--option", "tokens_per_step=40", *arguments, admin=True) as server:
+    with serving("mock", "--option", "step_ms=1", "--option", "tokens_per_step=400", *arguments, admin=True) as server:
         body = json.dumps({"prompt": "x", "max_tokens": 10_000_000, "stream": True}).encode()
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(server.host_and_port)
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         wait_until_running(server, 1)
-        other = Asking(server, {"prompt": "x", "max_tokens": 4000, "stream": True})
+        other = Asking(server, {"prompt": "x", "max_tokens": 40_000, "stream": True})
         text = "".join(one["choices"][0]["text"] for one in events(other.result()[2])[:-1])
-        assert text == (ALPHABET * 154)[:4000]
+        assert text == (ALPHABET * 1539)[:40_000]
         wait_until_running(server, 0)
         assert server.metric("requests_failed_total", reason="slow_reader") == 1
         slow.close()
