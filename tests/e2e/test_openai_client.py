@@ -14,6 +14,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import Server, eventually, serving
 from support import ONE_LOOP, Run
 
+pytestmark = pytest.mark.no_cover  # servers are other processes
+
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 

@@ -23,6 +23,8 @@ from serving import OUTBOARD, Server, ask, events, eventually, serving
 from support import ONE_LOOP, Run
 
 MOCK = ("mock", "--option", "step_ms=2", "--option", "max_model_len=65536")
+pytestmark = pytest.mark.no_cover  # servers are other processes
+
 LONG = {"prompt": "x", "max_tokens": 60_000, "stream": True}
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
