@@ -16,6 +16,9 @@ demo: .venv/demo
 # tried again, and the summary says so (R); make RERUNS=0 test does without.
 RERUNS ?= 2
 
+# They start thousands of processes; where Python may not write bytecode, each would compile all that it imports.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+
 ## Install, serve the small model, and ask it something with curl.
 demo-serve: .venv/serve
 	$(BIN)/outboard models pull smollm2-135m
@@ -23,11 +26,11 @@ demo-serve: .venv/serve
 
 ## Install, lint, type-check, run all tests.
 test: .venv/dev lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --reruns $(RERUNS) -rR --cov --cov-report=term
+	$(PYTEST) --numprocesses 2 --dist loadgroup --reruns $(RERUNS) -rR --cov --cov-report=term
 
 ## The tests that take minutes.
 test-slow: .venv/dev
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 ## Faults drawn from seeds against live traffic, and a table of what was survived; see tests/chaos.
 chaos: .venv/dev

@@ -7,10 +7,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import psutil
+import pytest
 
 from outboard.config import Sockets, TransportConfig
 
 Run = Callable[[Awaitable[Any]], Any]
+
+# For tests whose event loop runs nothing of Outboard's, or nothing that tests with loops of both kinds do not run too.
+ONE_LOOP = pytest.mark.parametrize("run", ["asyncio"], indirect=True)
 
 # What carries the data in tests that do not choose; set the environment variable to test the other way.
 SOCKETS = cast(Sockets, os.environ.get("OUTBOARD_TEST_SOCKETS", TransportConfig().sockets))

@@ -186,12 +186,12 @@ class _Schedule:
     def _over(self) -> bool:
         return self._side.gone or self._ledger.loop_closed
 
-    async def _ends(self, tasks: Iterable[asyncio.Task[Any]], seconds: float = _PATIENCE) -> None:
+    async def _ends(self, tasks: Iterable[asyncio.Task[Any]], seconds: float | None = None) -> None:
         """All of this must end by itself; whatever does not is told of, and cancelled."""
         tasks = list(tasks)
         if not tasks:
             return
-        done, pending = await asyncio.wait(tasks, timeout=seconds)
+        done, pending = await asyncio.wait(tasks, timeout=_PATIENCE if seconds is None else seconds)
         for task in pending:
             self._ledger.violate("hung", f"{task.get_name()} waits:\n{_stack(task)}{self._state()}")
             task.cancel()

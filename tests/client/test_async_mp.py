@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -850,10 +851,17 @@ def test_shutdown_kills_an_engine_that_does_not_stop(run: Run) -> None:
     run(main())
 
 
-def test_50_starts_and_stops_leave_nothing() -> None:
-    for _ in range(50):
+@pytest.mark.parametrize("count", [15, pytest.param(50, marks=pytest.mark.slow)])
+def test_starts_and_stops_with_no_loop_leave_nothing(count: int, short_tmp: Path) -> None:
+    """Looked for after each, so that few will do."""
+    descriptors: list[int] = []
+    for _ in range(count):
         client = AsyncMPClient("echo")
         client.shutdown()
+        assert not children()
+        assert not list(short_tmp.iterdir())
+        descriptors.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+    assert descriptors[1:] == descriptors[:1] * (count - 1)
 
 
 # --- many times ------------------------------------------------------------------------------------------------------

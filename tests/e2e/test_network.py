@@ -290,7 +290,7 @@ def test_a_longer_cut_ends_the_epoch(network: Network, token: Path, in_flight_po
 
         async def main() -> None:
             async with AsyncLLM(addresses=group.addresses) as llm:
-                streams = [Stream(llm, 2000) for _ in range(32)]
+                streams = [Stream(llm, 1200) for _ in range(32)]
                 await until(lambda: sum(len(stream.tokens) > 50 for stream in streams) == 24, 20)
                 assert in_flight(llm) == {0: 16, 1: 16}
                 call = asyncio.create_task(llm.client.call_utility_async("never", rank=1))
@@ -324,7 +324,7 @@ def test_a_link_that_is_cut_in_one_direction(network: Network, token: Path, way:
 
         async def main() -> None:
             async with AsyncLLM(addresses=group.addresses) as llm:
-                streams = [Stream(llm, 3000) for _ in range(32)]
+                streams = [Stream(llm, 1500) for _ in range(32)]
                 await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
                 far = psutil.Process(pid_of(llm, 1))
                 network.cut(way)
@@ -363,7 +363,7 @@ def test_connections_between_head_and_node_that_are_reset(network: Network, toke
         async def main() -> None:
             ports = listening_ports()
             async with AsyncLLM(addresses=group.addresses) as llm:
-                streams = [Stream(llm, 2000) for _ in range(32)]
+                streams = [Stream(llm, 1000) for _ in range(32)]
                 await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
                 if not reset(network, ports):
                     pytest.skip("this kernel resets no connections (CONFIG_INET_DIAG_DESTROY)")
@@ -386,7 +386,7 @@ def test_a_data_connection_that_is_reset_is_the_end_of_the_epoch(network: Networ
             async with AsyncLLM(addresses=group.addresses) as llm:
                 ports = listening_ports() - others
                 assert len(ports) == 2
-                streams = [Stream(llm, 5000) for _ in range(32)]
+                streams = [Stream(llm, 2000) for _ in range(32)]
                 await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
                 if not reset(network, {max(ports)}):
                     pytest.skip("this kernel resets no connections (CONFIG_INET_DIAG_DESTROY)")
@@ -413,7 +413,7 @@ def test_a_node_that_is_killed(network: Network, token: Path) -> None:
 
         async def main() -> None:
             async with AsyncLLM(addresses=group.addresses) as llm:
-                streams = [Stream(llm, 3000) for _ in range(32)]
+                streams = [Stream(llm, 1500) for _ in range(32)]
                 await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
                 far = psutil.Process(pid_of(llm, 1))
                 node.kill()
@@ -435,7 +435,7 @@ def test_a_node_that_is_stopped_for_less_than_the_patience(network: Network, tok
 
         async def main() -> None:
             async with AsyncLLM(addresses=group.addresses) as llm:
-                streams = [Stream(llm, 2000) for _ in range(32)]
+                streams = [Stream(llm, 1000) for _ in range(32)]
                 await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
                 node.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(0.5 * PATIENCE)
@@ -456,7 +456,7 @@ def test_a_node_that_is_stopped_for_longer(network: Network, token: Path) -> Non
             async with AsyncLLM(addresses=group.addresses) as llm:
                 await until(lambda: len(group.stats()["nodes"]) == 2, 20)
                 assert group.engines[1].node == "far"
-                streams = [Stream(llm, 5000) for _ in range(32)]
+                streams = [Stream(llm, 3000) for _ in range(32)]
                 await until(lambda: all(len(stream.tokens) > 50 for stream in streams), 20)
                 far = psutil.Process(pid_of(llm, 1))
                 node.send_signal(signal.SIGSTOP)

@@ -12,7 +12,9 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serving import Server, eventually, serving
-from support import Run
+from support import ONE_LOOP, Run
+
+pytestmark = pytest.mark.no_cover  # servers are other processes
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -133,6 +135,7 @@ class TestOpenVINO:
             client.chat.completions.create(model="smollm2-135m", messages=MESSAGES, tools=[tool])
         assert (info.value.param, info.value.code) == ("tools", "unsupported_parameter")
 
+    @ONE_LOOP
     def test_cancellation_aborts(self, openvino: Server, run: Run) -> None:
         async def main() -> None:
             async with async_client_of(openvino) as client:
@@ -203,6 +206,7 @@ def test_keys() -> None:
             assert client.completions.create(model="mock", prompt="x", max_tokens=3).choices[0].text == "abc"
 
 
+@ONE_LOOP
 def test_many_at_once(mock: Server, run: Run) -> None:
     async def main() -> None:
         async with async_client_of(mock) as client:

@@ -26,6 +26,9 @@ JOBS = [(path, method, False) for path in PATHS for method in ("get", "post") if
 JOBS += [(path, "post", True) for path in PATHS if "post" in PATHS[path]]
 
 
+pytestmark = pytest.mark.no_cover  # the server is another process
+
+
 @pytest.fixture(scope="module")
 def api() -> Iterator[Any]:
     with serving("mock", "--option", "max_model_len=64", "--request-timeout", "20") as server:

@@ -231,11 +231,11 @@ def test_a_node_that_hangs_is_replaced_and_ends_what_it_ran_when_it_wakes(site: 
 def test_shutdown_ends_engine_cores_on_nodes_and_nodes_wait_for_the_next_head(site: Site) -> None:
     node = site.node("one", "--ranks", "2")
     for _ in range(2):
-        with launch_engines(site.config(2)) as group:
+        with launch_engines(site.config(2, faults={"shutdown_timeout": 1.5})) as group:
             engines = [process_of(status) for status in group.engines]
             os.kill(engines[0].pid, signal.SIGSTOP)  # it cannot end by itself
             began = time.monotonic()
-        assert 3.0 <= time.monotonic() - began < 8.0  # `shutdown_timeout`, and what a kill takes
+        assert 1.5 <= time.monotonic() - began < 6.5  # `shutdown_timeout`, and what a kill takes
         assert all_gone(engines, 1.0)
         assert [status.state for status in group.engines] == [EngineState.STOPPED] * 2
         assert node.process.poll() is None
@@ -449,7 +449,7 @@ def test_with_no_node_the_first_start_gives_up(site: Site) -> None:
 def test_too_few_places(site: Site) -> None:
     site.node("one")
     with pytest.raises(EngineStartupTimeout, match=r"no room: rank . .* one \(1 of 1 places taken\)"):
-        launch_engines(site.config(2, faults={"startup_timeout": 5.0}))
+        launch_engines(site.config(2, faults={"startup_timeout": 3.0}))
 
 
 def test_an_engine_is_found_by_the_search_path_of_the_node_alone(

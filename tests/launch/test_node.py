@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -45,6 +46,7 @@ def head(short_tmp: Path) -> Iterator[FakeHead]:
     head.close()
     head.token.unlink()
     (short_tmp / "engine.py").unlink(missing_ok=True)
+    shutil.rmtree(short_tmp / "__pycache__", ignore_errors=True)
     for path in short_tmp.glob("control-*"):
         path.unlink()
 

@@ -23,7 +23,7 @@ NAMES += ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (2, 0, 3), (3, 4), (1, 5, 1)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def torch() -> Any:
     return pytest.importorskip("torch")
 
