@@ -84,7 +84,7 @@ async def until(condition: Callable[[], Any], timeout: float = 15) -> Any:
 
 def steps(llm: AsyncLLM) -> list[int]:
     """Steps that the engine cores have taken, dummies included, by their progress pages."""
-    return [link.stall._page.read().steps for _, link in sorted(client_of(llm)._membership.links.items())]
+    return [link.stall.progress()[0] for _, link in sorted(client_of(llm)._membership.links.items())]
 
 
 def pin(llm: AsyncLLM, rank: int, count: int) -> None:
