@@ -281,7 +281,7 @@ def test_junk_strangers_and_wrong_tokens_are_dropped_and_it_goes_on(place: Place
     stranger.spoke.socket.send_multipart([b"a", b"b"])
     stranger.say(
         ListenAsRank("wrong", 0, 0),
-        SpeakAsRank(TOKEN, 0, 0),
+        SpeakAsRank(TOKEN, 5, 0),  # a rank that does not listen, whoever is first
         JoinAsFrontEnd("wrong", 0),
         RankReport(0, 0, 1, 0, 0, Phase.RUNNING, 0),
         LoadReport(0, 0, 1, 100, 100),
