@@ -22,4 +22,12 @@ SOCKETS = cast(Sockets, os.environ.get("OUTBOARD_TEST_SOCKETS", TransportConfig(
 
 def children() -> list[psutil.Process]:
     """Living processes that this one has started, at any depth."""
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in psutil.Process().children(recursive=True) if is_alive(child)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended, reaped or not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
