@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from pathlib import Path
@@ -98,13 +99,17 @@ def short_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 def nothing_left(short_tmp: Path) -> Iterator[None]:
     """Fails the test if it leaves a process, a file descriptor or a file behind."""
     descriptors = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    threads = set(threading.enumerate())
     yield
+    deadline = time.monotonic() + 5
     _, alive = psutil.wait_procs(children(), timeout=5)
     assert not alive, f"processes left: {[child.cmdline() for child in alive]}"
-    # What a client that is dropped leaves, its warden removes; that need not be our child by then.
-    deadline = time.monotonic() + 5
-    while (files := list(short_tmp.iterdir())) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    # Of a client that is dropped nobody waits for the launcher, whose last act is to remove its files.
+    for thread in set(threading.enumerate()) - threads:
+        if thread.name == "outboard-launcher":
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert not thread.is_alive(), "a launcher is left"
+    files = list(short_tmp.iterdir())
     assert not files, f"files left: {files}"
     left = set(os.listdir("/proc/self/fd")) - descriptors  # noqa: PTH208
     # The default executor and ZeroMQ's garbage thread are the process's, and stay.
