@@ -162,6 +162,16 @@ class Waves(RuleBasedStateMachine):
             world.check_rest()
 
 
+def check_that_its_work_waits_for_the_resume(world: World) -> None:
+    world.settle()
+    world.check_rest()
+    assert world.ranks[0].work
+    world.apply(("resume",))
+    world.settle()
+    world.check_rest()
+    assert not world.ranks[0].work
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_group_that_restarts_in_a_pause_takes_no_step(size: int) -> None:
     """Drawn once: a rank that was alone stepped before the coordinator, which knew of the pause, had heard of it."""
@@ -171,13 +181,7 @@ def test_a_group_that_restarts_in_a_pause_takes_no_step(size: int) -> None:
     assert world.coordinator.pause_complete
     world.apply(("restart_group", size))
     world.apply(("add", 0, 0))
-    world.settle()
-    world.check_rest()
-    assert world.ranks[0].work
-    world.apply(("resume",))
-    world.settle()
-    world.check_rest()
-    assert not world.ranks[0].work
+    check_that_its_work_waits_for_the_resume(world)
 
 
 def test_a_group_that_is_told_to_rest_before_it_has_heard_of_a_pause_takes_no_step() -> None:
@@ -189,13 +193,7 @@ def test_a_group_that_is_told_to_rest_before_it_has_heard_of_a_pause_takes_no_st
     world.apply(("rest",))
     world.apply(("add", 0, 0))
     world.apply(("let_go",))
-    world.settle()
-    world.check_rest()
-    assert world.ranks[0].work
-    world.apply(("resume",))
-    world.settle()
-    world.check_rest()
-    assert not world.ranks[0].work
+    check_that_its_work_waits_for_the_resume(world)
 
 
 @pytest.mark.timeout(300)

@@ -11,7 +11,7 @@ from outboard.client.pending import PendingTable
 from outboard.client.receiver import Counters, Listener, Receiver
 from outboard.client.sender import Sender
 from outboard.config import EngineConfig
-from outboard.launch.reach import StallWatch, reach
+from outboard.launch.reach import ChannelUse, StallWatch, reach
 from outboard.protocol.codec import MsgpackEncoder
 from outboard.protocol.control import Attach, EngineStatus
 from outboard.transport.outbox import Outbox
@@ -81,7 +81,9 @@ class Link:
         self.receiver = Receiver(pending, status.rank, self.epoch, listener, counters)
         try:
             self.inputs, self._outputs = self._reach.listen(
-                context, directory, self.epoch, call_later, self.receiver.on_message, self._on_end, counters.drop
+                ChannelUse(
+                    context, directory, self.epoch, call_later, self.receiver.on_message, self._on_end, counters.drop
+                )
             )
         except BaseException:
             self._memory.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outboard.config import EngineConfig
 from outboard.launch.nodes.stall import NewsStallWatch
@@ -20,7 +20,7 @@ from outboard.transport.reader import OnMessage
 from outboard.transport.sockets import ZmqContext
 from outboard.transport.tcp import listen_by_tcp
 
-__all__ = ["Reach", "StallWatch", "reach"]
+__all__ = ["ChannelUse", "Reach", "StallWatch", "reach"]
 
 
 class StallWatch(Protocol):
@@ -60,6 +60,28 @@ class StallWatch(Protocol):
         ...
 
 
+class ChannelUse(NamedTuple):
+    """What a client's ends of a data channel are made with.
+
+    Attributes:
+        context, directory: for the sockets.
+        epoch: of the client and the engine core.
+        call_later: calls a function after a delay in seconds, in the client's thread.
+        on_message: see `OutputReader`.
+        on_end: called if no more will come, perhaps once for each direction: with what is wrong, or with nothing where
+            the other end was closed.
+        on_drop: told the kind and the detail of what comes and is not the engine core's, or is no message.
+    """
+
+    context: ZmqContext
+    directory: str
+    epoch: int
+    call_later: Callable[[float, Callable[[], None]], object]
+    on_message: OnMessage
+    on_end: Callable[[str], None]
+    on_drop: Callable[[str, str], None]
+
+
 class Reach(Protocol):
     """One engine core, as its clients reach it.
 
@@ -75,26 +97,8 @@ class Reach(Protocol):
         """Memory to share with it, up to `limit` bytes each way; none where that cannot be."""
         ...
 
-    def listen(
-        self,
-        context: ZmqContext,
-        directory: str,
-        epoch: int,
-        call_later: Callable[[float, Callable[[], None]], object],
-        on_message: OnMessage,
-        on_end: Callable[[str], None],
-        on_drop: Callable[[str, str], None],
-    ) -> tuple[InputSender, OutputReader]:
+    def listen(self, use: ChannelUse) -> tuple[InputSender, OutputReader]:
         """A client's ends of both directions.
-
-        Args:
-            context, directory: for the sockets.
-            epoch: of the client and the engine core.
-            call_later: calls a function after a delay in seconds, in the client's thread.
-            on_message: see `OutputReader`.
-            on_end: called if no more will come, perhaps once for each direction: with what is wrong, or with nothing
-                where the other end was closed.
-            on_drop: told the kind and the detail of what comes and is not the engine core's, or is no message.
 
         Raises:
             ConfigError: there is no such network interface or address, or no key to listen with.
@@ -128,31 +132,29 @@ class _Here:
     def offer_memory(self, limit: int) -> SharedMemory:
         return SharedMemory.offer(limit)
 
-    def listen(
-        self,
-        context: ZmqContext,
-        directory: str,
-        epoch: int,
-        call_later: Callable[[float, Callable[[], None]], object],
-        on_message: OnMessage,
-        on_end: Callable[[str], None],
-        on_drop: Callable[[str, str], None],
-    ) -> tuple[InputSender, OutputReader]:
-        on_stranger = partial(on_drop, "stranger")
+    def listen(self, use: ChannelUse) -> tuple[InputSender, OutputReader]:
+        transport, on_stranger = self._transport, partial(use.on_drop, "stranger")
+        identity = identity_of(self._status.rank, self._status.incarnation)
 
         def on_outputs_end(wrong: str) -> None:
             if wrong:
-                on_drop("broken connection", wrong)
+                use.on_drop("broken connection", wrong)
                 wrong = f"the engine core sent what is no message: {wrong}"
-            on_end(wrong)
+            use.on_end(wrong)
 
         outputs = listen_for_outputs(
-            context, directory, epoch, self._transport, on_message, on_outputs_end, on_stranger
+            use.context, use.directory, use.epoch, transport, use.on_message, on_outputs_end, on_stranger
         )
-        identity = identity_of(self._status.rank, self._status.incarnation)
         try:
             inputs = listen_for_inputs(
-                context, directory, epoch, identity, self._transport, call_later, partial(on_end, ""), on_stranger
+                use.context,
+                use.directory,
+                use.epoch,
+                identity,
+                transport,
+                use.call_later,
+                partial(use.on_end, ""),
+                on_stranger,
             )
         except BaseException:
             outputs.close()
@@ -178,20 +180,11 @@ class _OnNode:
     def offer_memory(self, limit: int) -> SharedMemory:
         return SharedMemory()
 
-    def listen(
-        self,
-        context: ZmqContext,
-        directory: str,
-        epoch: int,
-        call_later: Callable[[float, Callable[[], None]], object],
-        on_message: OnMessage,
-        on_end: Callable[[str], None],
-        on_drop: Callable[[str, str], None],
-    ) -> tuple[InputSender, OutputReader]:
+    def listen(self, use: ChannelUse) -> tuple[InputSender, OutputReader]:
         network, transport = self._config.network, self._config.transport
         assert network is not None  # or there would be no nodes
         identity = identity_of(self._status.rank, self._status.incarnation)
-        return listen_by_tcp(context, network, transport, identity, call_later, on_message, on_end)
+        return listen_by_tcp(use.context, network, transport, identity, use.call_later, use.on_message, use.on_end)
 
     def watch(self, slot: int, timeout: float) -> NewsStallWatch:
         return NewsStallWatch(self._status)
