@@ -38,7 +38,7 @@ from outboard import (
     UnsupportedError,
     launch_engines,
 )
-from support import ONE_LOOP, Run, children
+from support import Run, children
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -159,7 +159,6 @@ def test_up_down_and_up_under_the_load_of_three_front_ends(run: Run, engine: str
 
 @pytest.mark.openvino
 @pytest.mark.xdist_group("openvino")
-@ONE_LOOP
 def test_a_real_model_goes_up_and_down(run: Run) -> None:
     pytest.importorskip("openvino_genai")
 

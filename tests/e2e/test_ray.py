@@ -38,7 +38,7 @@ from outboard import (
     launch_engines,
 )
 from outboard.config import NetworkConfig
-from support import ONE_LOOP, Run
+from support import Run
 
 pytestmark = [
     pytest.mark.xdist_group("ray"),  # one cluster
@@ -182,7 +182,6 @@ def actor_of(pid: int) -> psutil.Process:
     return next(one for one in psutil.Process(pid).parents() if one.name().startswith("ray::"))
 
 
-@ONE_LOOP
 def test_ranks_spread_and_one_machine_that_goes_takes_no_other_with_it(ray: Ray, run: Run) -> None:
     async def main(group: EngineGroup) -> None:
         async with AsyncLLM(addresses=group.addresses) as llm:
@@ -234,7 +233,6 @@ def test_a_machine_that_falls_silent_is_given_up_within_the_patience(ray: Ray) -
         assert now.death is not None and now.death.lost == "silent"
 
 
-@pytest.mark.parametrize("run", ["uvloop"], indirect=True)
 def test_scaling_under_load_asks_for_room_first(ray: Ray, run: Run) -> None:
     progress: list[ScaleProgress] = []
     over = False
